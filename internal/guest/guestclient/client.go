@@ -1,0 +1,217 @@
+// Package guestclient is the host's side of the conversation with the agent
+// inside one sandbox: processes, files, metrics, initialisation.
+//
+// A [Client] is given a way to dial the agent and nothing else, so it works
+// over any link. What it hears comes from inside a sandbox and is treated so:
+// every message is bounded. Errors have a kind (package kind) and, where the
+// agent gave one, a reason that package wire's helpers recognise.
+package guestclient
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"net/http"
+	"strconv"
+	"sync"
+	"time"
+
+	"connectrpc.com/connect"
+
+	"bivy/internal/guest/wire"
+	"bivy/internal/guest/wire/gen/filesystem/filesystemconnect"
+	"bivy/internal/guest/wire/gen/process/processconnect"
+	"bivy/internal/kind"
+)
+
+// base is a placeholder authority: Dial decides where a request goes.
+const base = "http://guest"
+
+// maxAnswer bounds one message from the guest; the largest is a directory
+// listing at the agent's own limit.
+const maxAnswer = 64 << 20
+
+// callTimeout bounds a short call whose context has no deadline of its own.
+const callTimeout = 30 * time.Second
+
+// Config says how to reach an agent.
+type Config struct {
+	// Dial opens a connection to the agent's port. It is called for every new
+	// connection; a stream occupies one.
+	Dial func(ctx context.Context) (net.Conn, error)
+	// Token is the agent's current access token; empty before the first Init.
+	Token string
+}
+
+// Client talks to one agent. It is safe for concurrent use.
+type Client struct {
+	transport *http.Transport
+	http      *http.Client
+	process   processconnect.ProcessClient
+	files     filesystemconnect.FilesystemClient
+
+	// closed ends every stream when the client is closed.
+	closed context.Context
+	close  context.CancelFunc
+
+	mu    sync.Mutex
+	token string
+}
+
+// New returns a client. It connects when it is first used.
+func New(cfg Config) *Client {
+	c := &Client{token: cfg.Token}
+	c.closed, c.close = context.WithCancel(context.Background())
+	c.transport = &http.Transport{
+		DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
+			return cfg.Dial(ctx)
+		},
+		DisableCompression:  true,
+		MaxIdleConns:        8,
+		MaxIdleConnsPerHost: 8,
+		IdleConnTimeout:     60 * time.Second,
+	}
+	c.http = &http.Client{
+		Transport:     roundTripper(c.roundTrip),
+		CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse },
+	}
+	opts := []connect.ClientOption{
+		connect.WithReadMaxBytes(maxAnswer),
+		// The link is memory; compressing for it only costs processor time.
+		connect.WithAcceptCompression("gzip", nil, nil),
+	}
+	c.process = processconnect.NewProcessClient(c.http, base, opts...)
+	c.files = filesystemconnect.NewFilesystemClient(c.http, base, opts...)
+	return c
+}
+
+// Close ends all streams and connections. Processes in the guest go on.
+func (c *Client) Close() error {
+	c.close()
+	c.transport.CloseIdleConnections()
+	return nil
+}
+
+// CloseIdle drops pooled connections, which a pause or a restore of the guest
+// has made useless.
+func (c *Client) CloseIdle() { c.transport.CloseIdleConnections() }
+
+// Token returns the token in use.
+func (c *Client) Token() string {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.token
+}
+
+// SetToken changes the token, e.g. when another client of the same agent has
+// initialised it.
+func (c *Client) SetToken(token string) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.token = token
+}
+
+type roundTripper func(*http.Request) (*http.Response, error)
+
+func (f roundTripper) RoundTrip(r *http.Request) (*http.Response, error) { return f(r) }
+
+// limitKey carries a process's lifetime limit to the request's header: the
+// context's own deadline would end the stream instead of the process.
+type limitKey struct{}
+
+func (c *Client) roundTrip(r *http.Request) (*http.Response, error) {
+	r = r.Clone(r.Context())
+	if token := c.Token(); token != "" && r.Header.Get(wire.HeaderToken) == "" {
+		r.Header.Set(wire.HeaderToken, token)
+	}
+	if limit, ok := r.Context().Value(limitKey{}).(time.Duration); ok && limit > 0 {
+		ms := max(limit.Milliseconds(), 1)
+		r.Header.Set("Connect-Timeout-Ms", strconv.FormatInt(ms, 10))
+	}
+	return c.transport.RoundTrip(r)
+}
+
+// stream returns a context for a call that lives as long as ctx and the client.
+func (c *Client) stream(ctx context.Context) (context.Context, context.CancelFunc) {
+	ctx, cancel := context.WithCancel(ctx)
+	stop := context.AfterFunc(c.closed, cancel)
+	return ctx, func() { stop(); cancel() }
+}
+
+// short returns a context for a call that answers soon.
+func (c *Client) short(ctx context.Context) (context.Context, context.CancelFunc) {
+	ctx, end := c.stream(ctx)
+	if _, ok := ctx.Deadline(); ok {
+		return ctx, end
+	}
+	ctx, cancel := context.WithTimeout(ctx, callTimeout)
+	return ctx, func() { cancel(); end() }
+}
+
+// refusal is an error the agent sent.
+type refusal struct {
+	what   string
+	text   string
+	reason wire.Reason
+	cause  error
+}
+
+func (r *refusal) Error() string       { return r.what + ": " + r.text }
+func (r *refusal) Reason() wire.Reason { return r.reason }
+func (r *refusal) Unwrap() error       { return r.cause }
+
+// mapError gives what connect returned a kind and says what was tried.
+func mapError(what string, err error) error {
+	if err == nil {
+		return nil
+	}
+	var ce *connect.Error
+	if !errors.As(err, &ce) {
+		return kind.Wrap(kind.Unavailable, fmt.Errorf("%s: %w", what, err))
+	}
+	r := &refusal{what: what, text: ce.Message(), reason: wire.ReasonOf(err), cause: err}
+	return kind.Wrap(kindOfCode(ce.Code()), r)
+}
+
+func kindOfCode(code connect.Code) kind.Kind {
+	switch code {
+	case connect.CodeInvalidArgument, connect.CodeOutOfRange:
+		return kind.Invalid
+	case connect.CodeNotFound:
+		return kind.NotFound
+	case connect.CodeAlreadyExists, connect.CodeFailedPrecondition, connect.CodeAborted:
+		return kind.Conflict
+	case connect.CodePermissionDenied:
+		return kind.Denied
+	case connect.CodeUnauthenticated:
+		return kind.Unauthentic
+	case connect.CodeResourceExhausted:
+		return kind.Exhausted
+	case connect.CodeUnavailable, connect.CodeCanceled, connect.CodeDeadlineExceeded:
+		return kind.Unavailable
+	case connect.CodeUnknown, connect.CodeUnimplemented, connect.CodeInternal, connect.CodeDataLoss:
+		return kind.Internal
+	}
+	return kind.Internal
+}
+
+func kindOfStatus(status int) kind.Kind {
+	switch status {
+	case http.StatusBadRequest, http.StatusRequestedRangeNotSatisfiable, http.StatusNotAcceptable:
+		return kind.Invalid
+	case http.StatusUnauthorized:
+		return kind.Unauthentic
+	case http.StatusForbidden:
+		return kind.Denied
+	case http.StatusNotFound:
+		return kind.NotFound
+	case http.StatusConflict:
+		return kind.Conflict
+	case http.StatusTooManyRequests, http.StatusInsufficientStorage, http.StatusRequestEntityTooLarge:
+		return kind.Exhausted
+	case http.StatusBadGateway, http.StatusServiceUnavailable, http.StatusGatewayTimeout:
+		return kind.Unavailable
+	}
+	return kind.Internal
+}

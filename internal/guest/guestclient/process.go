@@ -1,0 +1,369 @@
+package guestclient
+
+import (
+	"context"
+	"encoding/base64"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"sync"
+	"syscall"
+	"time"
+	"unicode/utf8"
+
+	"connectrpc.com/connect"
+
+	"bivy/internal/guest/wire"
+	pb "bivy/internal/guest/wire/gen/process"
+	"bivy/internal/kind"
+)
+
+// Size is a terminal's size in character cells.
+type Size struct{ Cols, Rows uint32 }
+
+// Command is a program to run in the guest. There is no shell: Argv is what
+// the program gets, byte for byte.
+type Command struct {
+	Argv    []string          // Argv[0] is looked up in the command's own PATH
+	Env     map[string]string // added to the sandbox's environment
+	Cwd     string            // empty: the default directory; relative: to the home
+	User    string            // empty: the default user
+	Tag     string            // optional name, for Attach by tag
+	PTY     *Size             // run on a terminal of this size
+	Stdin   bool              // keep a pipe to write to; otherwise /dev/null
+	Timeout time.Duration     // the whole process tree is killed after it; zero: never
+}
+
+// Exit is how a process ended.
+type Exit struct {
+	Code     int    // the exit status, or -1 when a signal ended it
+	Signal   int    // the signal's number, or 0
+	Status   string // as text: "exit status 1", "signal: killed"
+	TimedOut bool   // it was killed at Command.Timeout
+}
+
+// ShellCode returns what a shell would show: the code, 128+signal for a
+// process killed by a signal, 124 for one that ran into its timeout.
+func (e Exit) ShellCode() int {
+	switch {
+	case e.TimedOut:
+		return 124
+	case e.Signal > 0:
+		return 128 + e.Signal
+	case e.Code < 0:
+		return 255
+	}
+	return e.Code
+}
+
+// EventKind says which field of an Event is set.
+type EventKind uint8
+
+// The kinds of events, in the order they can come: output, then one End.
+const (
+	Stdout EventKind = iota + 1
+	Stderr
+	Terminal
+	End
+)
+
+// Event is one thing that happened to a process. Data belongs to the receiver.
+type Event struct {
+	Kind EventKind
+	Data []byte
+	Exit Exit
+}
+
+// ProcessInfo describes a running process.
+type ProcessInfo struct {
+	PID  uint32
+	Tag  string
+	Argv []string
+	Env  map[string]string
+	Cwd  string
+}
+
+// Process is a subscription to one process in the guest. Next must be called
+// by one goroutine; everything else may be called by any.
+type Process struct {
+	// PID is the process's id inside the guest.
+	PID uint32
+
+	client  *Client
+	what    string
+	pty     bool
+	receive func() (*pb.ProcessEvent, error)
+	cancel  context.CancelFunc
+	finish  func() error
+	once    sync.Once
+	ended   bool
+}
+
+// Exec starts cmd and returns once it runs. ctx governs the subscription: when
+// it ends, Next returns an error, and the process goes on. The caller must
+// Close the process.
+func (c *Client) Exec(ctx context.Context, cmd Command) (*Process, error) {
+	if len(cmd.Argv) == 0 {
+		return nil, kind.Errorf(kind.Invalid, "is empty").WithField("argv")
+	}
+	if m := wire.CheckCommand(cmd.Argv[0], cmd.Argv[1:], cmd.Env, cmd.Cwd); m != nil {
+		return nil, kind.Wrap(kind.Invalid, m)
+	}
+	request := &pb.StartRequest{Process: config(cmd), Stdin: &cmd.Stdin}
+	if cmd.PTY != nil {
+		request.Pty = &pb.PTY{Size: &pb.PTY_Size{Cols: cmd.PTY.Cols, Rows: cmd.PTY.Rows}}
+	}
+	if cmd.Tag != "" {
+		request.Tag = &cmd.Tag
+	}
+	what := fmt.Sprintf("start %q", cmd.Argv[0])
+	ctx, cancel := c.stream(context.WithValue(ctx, limitKey{}, cmd.Timeout))
+	req := connect.NewRequest(request)
+	setUser(req.Header(), cmd.User)
+	stream, err := c.process.Start(ctx, req)
+	if err != nil {
+		cancel()
+		return nil, mapError(what, err)
+	}
+	p := &Process{client: c, what: what, pty: cmd.PTY != nil, cancel: cancel, finish: stream.Close}
+	p.receive = func() (*pb.ProcessEvent, error) {
+		if !stream.Receive() {
+			return nil, stream.Err()
+		}
+		return stream.Msg().GetEvent(), nil
+	}
+	return p.started()
+}
+
+// Attach subscribes to a process that already runs, from now on. One that
+// ended less than [wire.Retention] ago still gives its End.
+func (c *Client) Attach(ctx context.Context, pid uint32) (*Process, error) {
+	return c.attach(ctx, fmt.Sprintf("attach to process %d", pid), &pb.ProcessSelector{Selector: &pb.ProcessSelector_Pid{Pid: pid}})
+}
+
+// AttachTag is Attach by the tag given at the start.
+func (c *Client) AttachTag(ctx context.Context, tag string) (*Process, error) {
+	return c.attach(ctx, fmt.Sprintf("attach to process %q", tag), &pb.ProcessSelector{Selector: &pb.ProcessSelector_Tag{Tag: tag}})
+}
+
+func (c *Client) attach(ctx context.Context, what string, sel *pb.ProcessSelector) (*Process, error) {
+	ctx, cancel := c.stream(ctx)
+	stream, err := c.process.Connect(ctx, connect.NewRequest(&pb.ConnectRequest{Process: sel}))
+	if err != nil {
+		cancel()
+		return nil, mapError(what, err)
+	}
+	p := &Process{client: c, what: what, cancel: cancel, finish: stream.Close}
+	p.receive = func() (*pb.ProcessEvent, error) {
+		if !stream.Receive() {
+			return nil, stream.Err()
+		}
+		return stream.Msg().GetEvent(), nil
+	}
+	return p.started()
+}
+
+func (p *Process) started() (*Process, error) {
+	event, err := p.receive()
+	if err != nil || event.GetStart() == nil {
+		if err == nil {
+			err = io.ErrUnexpectedEOF
+		}
+		return nil, errors.Join(mapError(p.what, err), p.Close())
+	}
+	p.PID = event.GetStart().GetPid()
+	return p, nil
+}
+
+// Next waits for the next event. After the End it returns io.EOF. A stream
+// that breaks off before the End gives an error of kind Unavailable; the
+// process may still run and can be attached to.
+func (p *Process) Next() (Event, error) {
+	for {
+		if p.ended {
+			return Event{}, io.EOF
+		}
+		event, err := p.receive()
+		if wire.IsTimeout(err) {
+			p.ended = true
+			return Event{Kind: End, Exit: Exit{Code: -1, Signal: int(syscall.SIGKILL), Status: wire.SignalStatus(int(syscall.SIGKILL), false), TimedOut: true}}, nil
+		}
+		if err != nil {
+			return Event{}, mapError(p.what, err)
+		}
+		if event == nil {
+			return Event{}, kind.Wrap(kind.Unavailable, fmt.Errorf("%s: %w", p.what, io.ErrUnexpectedEOF))
+		}
+		switch e := event.Event.(type) {
+		case *pb.ProcessEvent_Data:
+			switch out := e.Data.GetOutput().(type) {
+			case *pb.ProcessEvent_DataEvent_Stdout:
+				return Event{Kind: Stdout, Data: out.Stdout}, nil
+			case *pb.ProcessEvent_DataEvent_Stderr:
+				return Event{Kind: Stderr, Data: out.Stderr}, nil
+			case *pb.ProcessEvent_DataEvent_Pty:
+				return Event{Kind: Terminal, Data: out.Pty}, nil
+			}
+		case *pb.ProcessEvent_End:
+			p.ended = true
+			return Event{Kind: End, Exit: Exit{
+				Code:   int(e.End.GetExitCode()),
+				Signal: wire.StatusSignal(e.End.GetStatus()),
+				Status: e.End.GetStatus(),
+			}}, nil
+		}
+		// Keep-alives, and events a newer agent may know, are passed over.
+	}
+}
+
+// Close ends the subscription. The process goes on; Signal can end it.
+func (p *Process) Close() error {
+	var err error
+	p.once.Do(func() {
+		// First the context, so that closing does not wait for more output.
+		p.cancel()
+		if e := p.finish(); e != nil && !isGone(e) {
+			err = mapError(p.what, e)
+		}
+	})
+	return err
+}
+
+func isGone(err error) bool {
+	return connect.CodeOf(err) == connect.CodeCanceled || errors.Is(err, context.Canceled)
+}
+
+// Write feeds input to the process: its standard input, or its terminal. It
+// returns when the guest has taken all of it, which may be long when the
+// process does not read.
+func (p *Process) Write(ctx context.Context, data []byte) error {
+	return p.client.SendInput(ctx, p.PID, p.pty, data)
+}
+
+// CloseStdin closes the write end of the standard input pipe.
+func (p *Process) CloseStdin(ctx context.Context) error { return p.client.CloseStdin(ctx, p.PID) }
+
+// Resize changes the terminal's size.
+func (p *Process) Resize(ctx context.Context, size Size) error {
+	return p.client.Resize(ctx, p.PID, size)
+}
+
+// Signal sends sig to the process group; SIGKILL ends the whole tree, also
+// descendants that left the group.
+func (p *Process) Signal(ctx context.Context, sig syscall.Signal) error {
+	return p.client.Signal(ctx, p.PID, sig)
+}
+
+// inputChunk is how much input travels in one message.
+const inputChunk = 256 << 10
+
+// SendInput is Process.Write for a process known by id.
+func (c *Client) SendInput(ctx context.Context, pid uint32, pty bool, data []byte) error {
+	ctx, cancel := c.stream(ctx)
+	defer cancel()
+	for len(data) > 0 {
+		part := data[:min(len(data), inputChunk)]
+		data = data[len(part):]
+		input := &pb.ProcessInput{Input: &pb.ProcessInput_Stdin{Stdin: part}}
+		if pty {
+			input.Input = &pb.ProcessInput_Pty{Pty: part}
+		}
+		_, err := c.process.SendInput(ctx, connect.NewRequest(&pb.SendInputRequest{Process: byPID(pid), Input: input}))
+		if err != nil {
+			return mapError(fmt.Sprintf("write to process %d", pid), err)
+		}
+	}
+	return nil
+}
+
+// CloseStdin is Process.CloseStdin for a process known by id.
+func (c *Client) CloseStdin(ctx context.Context, pid uint32) error {
+	ctx, cancel := c.short(ctx)
+	defer cancel()
+	_, err := c.process.CloseStdin(ctx, connect.NewRequest(&pb.CloseStdinRequest{Process: byPID(pid)}))
+	return mapError(fmt.Sprintf("close input of process %d", pid), err)
+}
+
+// Resize is Process.Resize for a process known by id.
+func (c *Client) Resize(ctx context.Context, pid uint32, size Size) error {
+	ctx, cancel := c.short(ctx)
+	defer cancel()
+	_, err := c.process.Update(ctx, connect.NewRequest(&pb.UpdateRequest{
+		Process: byPID(pid),
+		Pty:     &pb.PTY{Size: &pb.PTY_Size{Cols: size.Cols, Rows: size.Rows}},
+	}))
+	return mapError(fmt.Sprintf("resize terminal of process %d", pid), err)
+}
+
+// Signal is Process.Signal for a process known by id.
+func (c *Client) Signal(ctx context.Context, pid uint32, sig syscall.Signal) error {
+	ctx, cancel := c.short(ctx)
+	defer cancel()
+	_, err := c.process.SendSignal(ctx, connect.NewRequest(&pb.SendSignalRequest{Process: byPID(pid), Signal: pb.Signal(sig)}))
+	return mapError(fmt.Sprintf("signal process %d", pid), err)
+}
+
+// Processes lists what runs.
+func (c *Client) Processes(ctx context.Context) ([]ProcessInfo, error) {
+	ctx, cancel := c.short(ctx)
+	defer cancel()
+	res, err := c.process.List(ctx, connect.NewRequest(&pb.ListRequest{}))
+	if err != nil {
+		return nil, mapError("list processes", err)
+	}
+	var all []ProcessInfo
+	for _, p := range res.Msg.GetProcesses() {
+		cfg := p.GetConfig()
+		all = append(all, ProcessInfo{
+			PID: p.GetPid(), Tag: p.GetTag(), Env: cfg.GetEnvs(), Cwd: wire.Unescape(cfg.GetCwd()),
+			Argv: append([]string{cfg.GetCmd()}, cfg.GetArgs()...),
+		})
+	}
+	return all, nil
+}
+
+func byPID(pid uint32) *pb.ProcessSelector {
+	return &pb.ProcessSelector{Selector: &pb.ProcessSelector_Pid{Pid: pid}}
+}
+
+// config turns a command into its message; text that is not UTF-8 makes the
+// whole of it escaped.
+func config(cmd Command) *pb.ProcessConfig {
+	cfg := &pb.ProcessConfig{Cmd: cmd.Argv[0], Args: cmd.Argv[1:], Envs: cmd.Env}
+	if cmd.Cwd != "" {
+		cfg.Cwd = &cmd.Cwd
+	}
+	plain := utf8.ValidString(cmd.Cwd)
+	for _, a := range cmd.Argv {
+		plain = plain && utf8.ValidString(a)
+	}
+	for k, v := range cmd.Env {
+		plain = plain && utf8.ValidString(k) && utf8.ValidString(v)
+	}
+	if plain {
+		return cfg
+	}
+	cfg.Escaped = true
+	cfg.Cmd = wire.Escape(cfg.Cmd)
+	cfg.Args = make([]string, len(cmd.Argv)-1)
+	for i, a := range cmd.Argv[1:] {
+		cfg.Args[i] = wire.Escape(a)
+	}
+	cfg.Envs = make(map[string]string, len(cmd.Env))
+	for k, v := range cmd.Env {
+		cfg.Envs[wire.Escape(k)] = wire.Escape(v)
+	}
+	cwd := wire.Escape(cmd.Cwd)
+	if cwd != "" {
+		cfg.Cwd = &cwd
+	}
+	return cfg
+}
+
+// setUser puts the user where the protocol has it: HTTP Basic, no password.
+func setUser(h http.Header, user string) {
+	if user != "" {
+		h.Set("Authorization", "Basic "+base64.StdEncoding.EncodeToString([]byte(user+":")))
+	}
+}
