@@ -1,0 +1,82 @@
+// Package sentry is what the bivy-sentry binary runs: gVisor's boot, gofer
+// and umount commands and nothing else of runsc.
+//
+// It is a binary of its own because every sandbox executes it: Go runs the
+// package initialisers of all that is linked at each start, so SQL, HTTP and
+// the CLI stay out (gVisor's own maincli is 83 MB, this is 34).
+package sentry
+
+import (
+	"os"
+	"runtime"
+	"runtime/debug"
+	"slices"
+	"time"
+	_ "unsafe" // for go:linkname
+
+	"gvisor.dev/gvisor/pkg/seccomp/precompiledseccomp"
+	"gvisor.dev/gvisor/runsc/boot/filter"
+	"gvisor.dev/gvisor/runsc/cli"
+	"gvisor.dev/gvisor/runsc/cmd"
+	"gvisor.dev/gvisor/runsc/cmd/sentry/sentrycmd"
+	"gvisor.dev/gvisor/runsc/cmd/util"
+)
+
+//go:generate env CGO_ENABLED=0 go run ./gen
+
+// settle is how long after its start a sentry gives memory back: boot and
+// restore are over by then.
+const settle = time.Second
+
+// gcPercent of a running sentry. It trades a little CPU for about 1.5 MiB of
+// resident memory in every idle sandbox.
+const gcPercent = 50
+
+// Main runs one of the commands that gVisor re-executes itself for, chosen by
+// os.Args, and does not return.
+func Main() {
+	if slices.Contains(os.Args, "boot") {
+		bootFast()
+	}
+	UsePrecompiled()
+	const internal = "internal use only"
+	cli.Run(nil, map[util.SubCommand]string{
+		new(sentrycmd.Boot):   internal,
+		new(cmd.Gofer):        internal,
+		new(sentrycmd.Umount): internal,
+	}, nil)
+}
+
+// bootFast spends less on the way to the first instruction: no collection,
+// and one scheduler thread, since boot drops capabilities on every thread in
+// turn. The sentry sets GOMAXPROCS itself before it makes its platform.
+func bootFast() {
+	debug.SetGCPercent(-1)
+	// Not unbounded: a boot that goes wrong must still be collected.
+	limit := debug.SetMemoryLimit(256 << 20)
+	runtime.GOMAXPROCS(1)
+	// Ends by itself after one tick; the process is its owner.
+	go func() {
+		time.Sleep(settle)
+		debug.SetMemoryLimit(limit)
+		debug.SetGCPercent(gcPercent)
+		debug.FreeOSMemory()
+	}()
+}
+
+// precompiledPrograms is the table that gVisor fills from generated code in
+// its own build and leaves empty in the Go module. There is no exported way
+// to fill it; a missing or renamed symbol fails the link, and a missing
+// program only costs time, never safety.
+//
+//go:linkname precompiledPrograms gvisor.dev/gvisor/runsc/boot/filter.precompiledPrograms
+var precompiledPrograms map[string]precompiledseccomp.Program
+
+// UsePrecompiled makes the filter package use the programs compiled by go
+// generate.
+func UsePrecompiled() {
+	// Listing runs the package's once, which would otherwise overwrite the
+	// table later.
+	filter.ListPrecompiled()
+	precompiledPrograms = precompiled()
+}
