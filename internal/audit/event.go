@@ -20,30 +20,33 @@ type Action string
 
 // The actions of this version. The set is open for readers, closed for writers.
 const (
-	SessionCreated   Action = "session.created"       // payload: spec, digest, owner; opens the record
-	StepIntent       Action = "step.intent"           // payload: {flow, step}
-	StepDone         Action = "step.done"             // payload: {flow, step, ms, …facts}
-	StepFailed       Action = "step.failed"           // payload: {flow, step, error}
-	SessionRunning   Action = "session.running"       // payload: template, image digest, sandbox, posture
-	SessionEnding    Action = "session.ending"        // payload: {reason, detail}
-	SessionEnded     Action = "session.ended"         // payload: {result, residuals, disposed…}
-	SandboxRelinked  Action = "sandbox.relinked"      // payload: {cause}
-	SandboxRecovered Action = "sandbox.recovered"     // payload: {relinked}
-	SandboxExited    Action = "sandbox.exited"        // payload: exit, oom
-	CommandIntent    Action = "command.intent"        // payload: argv, cwd, user, env names
-	CommandStarted   Action = "command.started"       // payload: {command, pid}
-	CommandEnded     Action = "command.ended"         // payload: {command, exit, signal, ms, stdin, stdout, stderr bytes}
-	CommandRefused   Action = "command.refused"       // payload: {command, error}
-	FileWriteIntent  Action = "file.write.intent"     // payload: {path, user}
-	FileWritten      Action = "file.written"          // payload: {path, size, sha256}
-	FileRead         Action = "file.read"             // payload: {path, size, sha256}
-	FileChanged      Action = "file.changed"          // payload: {path, kind, size, sha256}; at the end, what the life left
-	FileFailed       Action = "file.failed"           // payload: {path, op, error}
-	FileIntent       Action = "file.intent"           // payload: {op, path, …}: mkdir, move, remove, read
-	FileDone         Action = "file.done"             // payload: {op, path}
-	OutOfMemory      Action = "sandbox.oom"           // payload: {kills}
-	OutboundRefused  Action = "link.outbound_refused" // payload: {packets}
-	ClockJumped      Action = "clock.jumped"          // payload: {ms}
+	SessionCreated    Action = "session.created"       // payload: spec, digest, owner; opens the record
+	StepIntent        Action = "step.intent"           // payload: {flow, step}
+	StepDone          Action = "step.done"             // payload: {flow, step, ms, …facts}
+	StepFailed        Action = "step.failed"           // payload: {flow, step, error}
+	SessionRunning    Action = "session.running"       // payload: template, image digest, sandbox, posture
+	SessionTimeoutSet Action = "session.timeout_set"   // payload: {timeout_seconds, deadline}
+	SessionEnding     Action = "session.ending"        // payload: {reason, detail}
+	SessionEnded      Action = "session.ended"         // payload: {result, residuals, disposed…}
+	SandboxRelinked   Action = "sandbox.relinked"      // payload: {cause}
+	SandboxRecovered  Action = "sandbox.recovered"     // payload: {relinked}
+	SandboxExited     Action = "sandbox.exited"        // payload: exit, oom
+	CommandIntent     Action = "command.intent"        // payload: argv, cwd, user, env names
+	CommandStarted    Action = "command.started"       // payload: {command, pid}
+	CommandEnded      Action = "command.ended"         // payload: {command, exit, signal, ms, stdin, stdout, stderr bytes}
+	CommandRefused    Action = "command.refused"       // payload: {command, error}
+	FileWriteIntent   Action = "file.write.intent"     // payload: {path, user}
+	FileWritten       Action = "file.written"          // payload: {path, size, sha256}
+	FileRead          Action = "file.read"             // payload: {path, size, sha256}
+	FileChanged       Action = "file.changed"          // payload: {path, kind, size, sha256}; at the end, what the life left
+	FileChangesCut    Action = "file.changes_cut"      // payload: {listed, unlisted, unhashed, why}; what file.changed does not say
+	FileFailed        Action = "file.failed"           // payload: {path, op, error}
+	FileIntent        Action = "file.intent"           // payload: {op, path, …}: mkdir, move, remove, read
+	FileDone          Action = "file.done"             // payload: {op, path}
+	OutOfMemory       Action = "sandbox.oom"           // payload: {kills}
+	OutboundRefused   Action = "link.outbound_refused" // payload: {packets}
+	ClockJumped       Action = "clock.jumped"          // payload: {ms}
+	IntentLost        Action = "intent.lost"           // payload: {seq, action}; what became of the intent with this Ref is not known
 )
 
 // Outcome is how the action went.
