@@ -3,6 +3,7 @@ package client
 import (
 	"encoding/json"
 	"fmt"
+	"strings"
 	"time"
 )
 
@@ -165,7 +166,8 @@ type Started struct {
 type Exit struct {
 	Code   int    `json:"code"`             // -1 when a signal ended it
 	Signal int    `json:"signal,omitempty"` // that ended it; 0 for none
-	Error  string `json:"error,omitempty"`  // why it was ended, when bivy did: timeout, session ended, …
+	OOM    bool   `json:"oom,omitempty"`    // killed by the session's memory limit
+	Error  string `json:"error,omitempty"`  // why it ended other than by itself: time limit, session over, lost
 }
 
 // Status returns the exit status as a shell counts it: the code, or 128 plus
@@ -224,23 +226,10 @@ type FileType string
 // The types of files.
 const (
 	RegularFile FileType = "file"
-	Directory   FileType = "directory"
+	Directory   FileType = "dir"
 	Symlink     FileType = "symlink"
 	OtherFile   FileType = "other"
 )
-
-// MakeDir is the body of POST /v1/sessions/{session}/mkdir.
-type MakeDir struct {
-	Path string `json:"path"`
-	User string `json:"user,omitempty"`
-}
-
-// Move is the body of POST /v1/sessions/{session}/move.
-type Move struct {
-	From string `json:"from"`
-	To   string `json:"to"`
-	User string `json:"user,omitempty"`
-}
 
 // Stats is one measurement of a session, from outside it.
 type Stats struct {
@@ -271,39 +260,81 @@ type Event struct {
 	PayloadCommit string          `json:"commit,omitempty"`    // what the chain holds of the payload
 }
 
-// Template is an environment sessions start from.
-type Template struct {
-	Name      string            `json:"name"` // empty when only the digest names it
-	Digest    string            `json:"digest"`
-	Size      int64             `json:"size_bytes"`
-	Source    string            `json:"source,omitempty"` // where it came from, for people
-	Env       map[string]string `json:"env,omitempty"`
-	User      string            `json:"user,omitempty"`
-	Workdir   string            `json:"workdir,omitempty"`
-	Snapshot  bool              `json:"snapshot"` // sessions start from its memory, not by booting
-	InUse     int               `json:"in_use"`   // sessions that hold it
-	CreatedAt time.Time         `json:"created_at,omitzero"`
-	Notes     []string          `json:"notes,omitempty"` // what was left out or changed while building
+// EventUpdate is one line of GET …/events?follow=true: an event, or an error
+// as the last line. A line with neither says that the stream lives.
+type EventUpdate struct {
+	Event *Event `json:"event,omitempty"`
+	Error *Error `json:"error,omitempty"`
 }
 
-// BuildTemplate is the body of POST /v1/templates.
+// Template is an environment sessions start from.
+type Template struct {
+	Digest      string            `json:"digest"`          // of image and defaults together
+	Names       []string          `json:"names,omitempty"` // each with its tag
+	ImageDigest string            `json:"image_digest"`
+	ImageBytes  int64             `json:"image_bytes"`
+	Source      string            `json:"source"` // what it was made from, for people
+	Env         map[string]string `json:"env,omitempty"`
+	User        string            `json:"user,omitempty"`
+	Workdir     string            `json:"workdir,omitempty"`
+	Cmd         []string          `json:"cmd,omitempty"`
+	CreatedAt   time.Time         `json:"created_at"`
+	Notes       []string          `json:"notes,omitempty"` // what the image could not hold or was not allowed to
+}
+
+// BuildTemplate is the body of POST /v1/templates, and what a template file
+// holds.
 type BuildTemplate struct {
-	Name   string         `json:"name"`
-	Source TemplateSource `json:"source"`
+	Version int               `json:"version"`        // 1
+	Name    string            `json:"name,omitempty"` // [namespace/]name[:tag]
+	From    TemplateSource    `json:"from"`
+	Env     map[string]string `json:"env,omitempty"` // added to the source's own, and wins
+	User    string            `json:"user,omitempty"`
+	Workdir string            `json:"workdir,omitempty"`
+	Cmd     []string          `json:"cmd,omitempty"`
 }
 
 // TemplateSource says where a template's files come from; exactly one field
-// of Image, Archive, Layout, Directory, Tar and Packages is set. All but
-// Image and Packages are paths on the server.
+// is set. Every path is one on the server.
 type TemplateSource struct {
-	Image     string   `json:"image,omitempty"`     // reference of an OCI image in a registry
-	Archive   string   `json:"archive,omitempty"`   // path of an OCI image tarball
-	Layout    string   `json:"layout,omitempty"`    // path of an OCI image layout
-	Directory string   `json:"directory,omitempty"` // path of a directory
-	Tar       string   `json:"tar,omitempty"`       // path of a tarball of files
-	Packages  []string `json:"packages,omitempty"`  // Debian packages installed on the server
-	Username  string   `json:"username,omitempty"`  // for the registry
-	Password  string   `json:"password,omitempty"`  // for the registry; never stored
+	HostPackages *HostPackages `json:"host_packages,omitempty"`
+	Image        *OCIImage     `json:"image,omitempty"`
+	Tarball      *OCIFile      `json:"tarball,omitempty"`
+	Layout       *OCIFile      `json:"layout,omitempty"`
+	Directory    *PathSource   `json:"directory,omitempty"`
+	Tar          *PathSource   `json:"tar,omitempty"`
+}
+
+// HostPackages are Debian packages as installed on the server.
+type HostPackages struct {
+	Packages []string `json:"packages"`
+}
+
+// OCIImage is an image in a registry.
+type OCIImage struct {
+	Ref         string               `json:"ref"`
+	PlainHTTP   bool                 `json:"plain_http,omitempty"`
+	Credentials *RegistryCredentials `json:"credentials,omitempty"`
+}
+
+// RegistryCredentials say where on the server a registry's credentials are;
+// they are never sent themselves.
+type RegistryCredentials struct {
+	Username     string `json:"username,omitempty"`
+	PasswordEnv  string `json:"password_env,omitempty"`
+	PasswordFile string `json:"password_file,omitempty"`
+	DockerConfig string `json:"docker_config,omitempty"`
+}
+
+// OCIFile is an image in a tarball or a layout directory.
+type OCIFile struct {
+	Path string `json:"path"`
+	Ref  string `json:"ref,omitempty"` // which image, when there are several
+}
+
+// PathSource is a directory or a tarball of files.
+type PathSource struct {
+	Path string `json:"path"`
 }
 
 // BuildUpdate is one line of POST /v1/templates: any number with Progress,
@@ -412,7 +443,7 @@ type Error struct {
 }
 
 func (e *Error) Error() string {
-	if e.Field != "" {
+	if e.Field != "" && !strings.Contains(e.Message, e.Field) {
 		return e.Field + ": " + e.Message
 	}
 	return e.Message
