@@ -55,19 +55,12 @@ type Store interface {
 	SealOf(ctx context.Context, id session.ID) (audit.Seal, error)
 }
 
-// IdempotencyKey makes a repeated create return the first one's session.
-type IdempotencyKey struct {
-	Scope  string // whose key it is (the API key's id)
-	Key    string // the caller's text, at most 255 bytes; empty: none
-	Digest string // of the request; the same key with another digest conflicts
-}
-
-// Filter narrows List; zero fields do not narrow.
-type Filter struct {
-	States []session.State
-	Owner  string // Principal.Subject
-	Labels map[string]string
-}
+// IdempotencyKey and Filter belong to the session vocabulary, so that a store
+// needs nothing of the lifecycle.
+type (
+	IdempotencyKey = session.IdempotencyKey
+	Filter         = session.Filter
+)
 
 // Node keeps this machine's sandboxes. Errors carry kinds as driver's do.
 type Node interface {
