@@ -189,6 +189,9 @@ func checkEntry(e Entry) error {
 	if e.Action.Intent() && e.Ref == "" {
 		return kind.Errorf(kind.Invalid, "%s: an intent needs a ref, which its outcome will carry", e.Action)
 	}
+	if e.Actor.Subject == "" {
+		return kind.Errorf(kind.Invalid, "%s: the actor has no subject", e.Action)
+	}
 	if len(e.Ref) > MaxRef || !ascii(e.Ref) {
 		return kind.Errorf(kind.Invalid, "%s: ref %.64q is not printable ASCII of at most %d bytes", e.Action, e.Ref, MaxRef)
 	}

@@ -241,7 +241,7 @@ func (v *verifier) rules(ev Event) error {
 			return v.fault(ev.Seq, "sandbox %.64q is not of this session", string(ev.Sandbox))
 		}
 	}
-	if err := checkEntry(Entry{Action: ev.Action, Outcome: ev.Outcome, Ref: ev.Ref}); err != nil {
+	if err := checkEntry(Entry{Action: ev.Action, Outcome: ev.Outcome, Actor: ev.Actor, Ref: ev.Ref}); err != nil {
 		return v.fault(ev.Seq, "%v", err)
 	}
 	return nil
