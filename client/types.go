@@ -279,7 +279,9 @@ type Template struct {
 	Workdir     string            `json:"workdir,omitempty"`
 	Cmd         []string          `json:"cmd,omitempty"`
 	CreatedAt   time.Time         `json:"created_at"`
-	Notes       []string          `json:"notes,omitempty"` // what the image could not hold or was not allowed to
+	Notes       []string          `json:"notes,omitempty"`  // what the image could not hold or was not allowed to
+	InUse       int               `json:"in_use"`           // sessions that hold it
+	Broken      string            `json:"broken,omitempty"` // why it cannot be used
 }
 
 // BuildTemplate is the body of POST /v1/templates, and what a template file
@@ -379,8 +381,8 @@ type CreatedKey struct {
 
 // AuditKey is the public key that a node signs its records with.
 type AuditKey struct {
-	Algorithm   string `json:"algorithm"` // "ed25519"
-	PublicKey   []byte `json:"public_key"`
+	Algorithm   string `json:"algorithm"`  // "ed25519"
+	PublicKey   string `json:"public_key"` // in PEM
 	Fingerprint string `json:"fingerprint"`
 }
 

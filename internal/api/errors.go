@@ -1,0 +1,134 @@
+package api
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"io"
+	"net/http"
+	"strings"
+	"unicode/utf8"
+
+	"bivy/client"
+	"bivy/internal/kind"
+	"bivy/internal/lifecycle"
+)
+
+// statusOf is the one place where kinds become statuses.
+func statusOf(k kind.Kind) int {
+	switch k {
+	case kind.Invalid:
+		return http.StatusBadRequest
+	case kind.NotFound:
+		return http.StatusNotFound
+	case kind.Conflict:
+		return http.StatusConflict
+	case kind.Denied:
+		return http.StatusForbidden
+	case kind.Unauthentic:
+		return http.StatusUnauthorized
+	case kind.Exhausted:
+		return http.StatusTooManyRequests
+	case kind.Unavailable:
+		return http.StatusServiceUnavailable
+	case kind.Internal:
+		return http.StatusInternalServerError
+	}
+	return http.StatusInternalServerError
+}
+
+// statusClientGone is what the log shows for a caller that did not wait.
+const statusClientGone = 499
+
+const maxErrorText = 4 << 10
+
+// wireError maps an error to what a caller is told. The text of an error
+// without a kind stays inside.
+func wireError(err error, request string) client.Error {
+	k := kind.Of(err)
+	e := client.Error{Code: k.String(), Hint: cutText(kind.Hint(err), maxErrorText), RequestID: request,
+		Field: cutText(kind.Field(err), 256), ExitCode: lifecycle.ExitCodeOf(err)}
+	if k == kind.Internal {
+		e.Message, e.Field = "internal error", ""
+		if e.Hint == "" {
+			e.Hint = "the server's log has the cause, under request id " + request
+		}
+		return e
+	}
+	// The field has its own place; the text is not to begin with it again.
+	e.Message = cutText(strings.TrimPrefix(err.Error(), kind.Field(err)+": "), maxErrorText)
+	return e
+}
+
+func cutText(s string, limit int) string {
+	s = strings.ToValidUTF8(s, string(utf8.RuneError))
+	if len(s) <= limit {
+		return s
+	}
+	for limit > 0 && !utf8.RuneStart(s[limit]) {
+		limit--
+	}
+	return s[:limit] + "…"
+}
+
+// fail answers with an error, or cuts an answer that has begun.
+func (h *Handler) fail(w *response, req *http.Request, err error) {
+	if errors.Is(err, context.Canceled) && req.Context().Err() != nil {
+		if w.status == 0 {
+			w.status = statusClientGone
+		}
+		panic(http.ErrAbortHandler)
+	}
+	h.logInternal(w, req, err)
+	if w.status != 0 {
+		panic(http.ErrAbortHandler)
+	}
+	e := wireError(err, w.request)
+	k := kind.Of(err)
+	if k == kind.Unavailable {
+		w.Header().Set("Retry-After", "1")
+	}
+	h.failStatus(w, statusOf(k), e)
+}
+
+// logInternal writes down what callers are not told.
+func (h *Handler) logInternal(w *response, req *http.Request, err error) {
+	if kind.Of(err) == kind.Internal {
+		h.log.Error("request failed", "request", w.request, "method", req.Method, "path", req.URL.Path, "error", err)
+	}
+}
+
+func (h *Handler) failStatus(w *response, status int, e client.Error) {
+	e.RequestID = w.request
+	h.write(w, status, e)
+}
+
+func (h *Handler) write(w *response, status int, v any) {
+	b, err := json.Marshal(v)
+	if err != nil {
+		panic(err) // wire types always encode
+	}
+	w.Header().Set("Content-Type", "application/json")
+	w.WriteHeader(status)
+	if _, err := w.Write(append(b, '\n')); err != nil {
+		h.log.Debug("answer not delivered", "request", w.request, "error", err)
+	}
+}
+
+// reply answers with JSON.
+func (c *call) reply(status int, v any) error {
+	c.h.write(c.w, status, v)
+	return nil
+}
+
+// nothing answers that all is well.
+func (c *call) nothing() error {
+	c.w.WriteHeader(http.StatusNoContent)
+	return nil
+}
+
+// drain reads on for a while, because a caller that is still sending does not
+// listen.
+func drain(r io.Reader) {
+	io.Copy(io.Discard, io.LimitReader(r, maxDrained)) //nolint:errcheck // the request is refused either way
+}

@@ -1,0 +1,165 @@
+package api
+
+import (
+	"encoding/json"
+	"io"
+	"net/http"
+	"strconv"
+
+	"bivy/client"
+	"bivy/internal/kind"
+)
+
+func readFile(c *call) error {
+	path, err := c.filePath("path")
+	if err != nil {
+		return err
+	}
+	r, info, err := c.h.o.Files.ReadFile(c.ctx(), c.sess.ID, c.actor(), path, c.param("user"))
+	if err != nil {
+		return err
+	}
+	defer r.Close()
+	head, err := json.Marshal(fileOut(info))
+	if err != nil {
+		return err
+	}
+	// A header is ASCII; JSON can say everything in it.
+	c.w.Header().Set(client.FileInfoHeader, asciiJSON(head))
+	c.w.Header().Set("Content-Type", "application/octet-stream")
+	// No length is promised: the file may grow or shrink while it is read. An
+	// answer that is cut short does not end as an answer must.
+	c.w.WriteHeader(http.StatusOK)
+	buf := make([]byte, 64<<10)
+	_, err = io.CopyBuffer(onlyWriter{c.w}, onlyReader{r}, buf)
+	return err
+}
+
+// onlyWriter and onlyReader hide shortcuts with which io.CopyBuffer would
+// leave its buffer unused.
+type onlyWriter struct{ io.Writer }
+type onlyReader struct{ io.Reader }
+
+func asciiJSON(b []byte) string {
+	out := make([]byte, 0, len(b))
+	for _, r := range string(b) {
+		if r < 0x80 {
+			out = append(out, byte(r))
+			continue
+		}
+		if r >= 0x10000 {
+			r -= 0x10000
+			out = appendEscape(out, 0xd800+r>>10)
+			r = 0xdc00 + r&0x3ff
+		}
+		out = appendEscape(out, r)
+	}
+	return string(out)
+}
+
+func appendEscape(b []byte, r rune) []byte {
+	const hex = "0123456789abcdef"
+	return append(b, '\\', 'u', hex[r>>12&15], hex[r>>8&15], hex[r>>4&15], hex[r&15])
+}
+
+func writeFile(c *call) error {
+	if err := c.wantType("application/octet-stream"); err != nil {
+		return err
+	}
+	path, err := c.filePath("path")
+	if err != nil {
+		return err
+	}
+	var mode uint64
+	if s := c.param("mode"); s != "" {
+		if mode, err = strconv.ParseUint(s, 8, 32); err != nil || mode == 0 || mode > 0o7777 {
+			return kind.Errorf(kind.Invalid, "%.20q; want permission bits in octal, e.g. 0644", s).WithField("mode")
+		}
+	}
+	info, err := c.h.o.Files.WriteFile(c.ctx(), c.sess.ID, c.actor(), path, c.param("user"), uint32(mode), c.req.Body)
+	if err != nil {
+		drain(c.req.Body)
+		return err
+	}
+	return c.reply(http.StatusOK, fileOut(info))
+}
+
+func removeFile(c *call) error {
+	path, err := c.filePath("path")
+	if err != nil {
+		return err
+	}
+	if err := c.noBody(); err != nil {
+		return err
+	}
+	if err := c.h.o.Files.Remove(c.ctx(), c.sess.ID, c.actor(), path, c.param("user")); err != nil {
+		return err
+	}
+	return c.nothing()
+}
+
+func statFile(c *call) error {
+	path, err := c.filePath("path")
+	if err != nil {
+		return err
+	}
+	info, err := c.h.o.Files.Stat(c.ctx(), c.sess.ID, path, c.param("user"))
+	if err != nil {
+		return err
+	}
+	return c.reply(http.StatusOK, fileOut(info))
+}
+
+func listDir(c *call) error {
+	path, err := c.filePath("path")
+	if err != nil {
+		return err
+	}
+	depth, err := c.number("depth", 1, 1, 64)
+	if err != nil {
+		return err
+	}
+	list, err := c.h.o.Files.ListDir(c.ctx(), c.sess.ID, path, c.param("user"), int(depth))
+	if err != nil {
+		return err
+	}
+	items := make([]client.FileInfo, 0, len(list))
+	for _, f := range list {
+		items = append(items, fileOut(f))
+	}
+	return page(c, items)
+}
+
+func makeDir(c *call) error {
+	path, err := c.filePath("path")
+	if err != nil {
+		return err
+	}
+	if err := c.noBody(); err != nil {
+		return err
+	}
+	info, err := c.h.o.Files.MakeDir(c.ctx(), c.sess.ID, c.actor(), path, c.param("user"))
+	if err != nil {
+		return err
+	}
+	return c.reply(http.StatusOK, fileOut(info))
+}
+
+func moveFile(c *call) error {
+	from, err := c.filePath("path")
+	if err != nil {
+		return err
+	}
+	to, err := c.filePath("to")
+	if err != nil {
+		return err
+	}
+	if err := c.noBody(); err != nil {
+		return err
+	}
+	info, err := c.h.o.Files.Move(c.ctx(), c.sess.ID, c.actor(), from, to, c.param("user"))
+	if err != nil {
+		return err
+	}
+	return c.reply(http.StatusOK, fileOut(info))
+}

@@ -1,0 +1,387 @@
+package api
+
+import (
+	"context"
+	"crypto/sha256"
+	_ "embed" // for the interface's description
+	"encoding/hex"
+	"encoding/json"
+	"errors"
+	"math"
+	"net/http"
+	"slices"
+	"strings"
+	"time"
+
+	"bivy/client"
+	"bivy/internal/audit"
+	"bivy/internal/kind"
+	"bivy/internal/lifecycle"
+	"bivy/internal/session"
+	"bivy/internal/template"
+)
+
+//go:embed openapi.yaml
+var openAPIDocument []byte
+
+func openAPI(c *call) error {
+	c.w.Header().Set("Content-Type", "application/yaml")
+	_, err := c.w.Write(openAPIDocument)
+	return err
+}
+
+func health(c *call) error {
+	if ready := c.h.o.Ready; ready != nil {
+		select {
+		case <-ready:
+		default:
+			c.w.Header().Set("Retry-After", "1")
+			return c.reply(http.StatusServiceUnavailable, client.Health{Status: "starting"})
+		}
+	}
+	return c.reply(http.StatusOK, client.Health{Status: "ok"})
+}
+
+func version(c *call) error { return c.reply(http.StatusOK, c.h.o.Version) }
+
+func node(c *call) error {
+	if c.h.o.Node == nil {
+		return c.reply(http.StatusOK, client.Node{OK: true, Facts: []client.Fact{}})
+	}
+	n, err := c.h.o.Node(c.ctx())
+	if err != nil {
+		return err
+	}
+	if n.Facts == nil {
+		n.Facts = []client.Fact{}
+	}
+	return c.reply(http.StatusOK, n)
+}
+
+func auditKey(c *call) error { return c.reply(http.StatusOK, c.h.o.AuditKey) }
+
+func createSession(c *call) error {
+	typ, err := c.accepts("application/json", client.NDJSONType)
+	if err != nil {
+		return err
+	}
+	var in client.CreateSession
+	if err := c.decode(&in); err != nil {
+		return err
+	}
+	req := lifecycle.CreateRequest{Spec: specIn(in.Spec), Owner: c.actor()}
+	req.Owner.OnBehalfOf, req.Owner.Trigger = in.OnBehalfOf, in.Trigger
+	for field, v := range map[string]string{"on_behalf_of": in.OnBehalfOf, "trigger": in.Trigger} {
+		if len(v) > 256 {
+			return kind.Errorf(kind.Invalid, "%d bytes, at most 256", len(v)).WithField(field)
+		}
+	}
+	if key := c.req.Header.Get(idempotencyHeader); key != "" {
+		digest, err := digestOf(in)
+		if err != nil {
+			return err
+		}
+		req.Key = lifecycle.IdempotencyKey{Scope: c.key.ID, Key: key, Digest: digest}
+	}
+	var up *updates
+	if typ == client.NDJSONType {
+		up = newUpdates(c, http.StatusCreated)
+		req.Progress = func(done, total int64, what string) {
+			up.progress(client.CreateUpdate{Progress: &client.Progress{What: what, Done: done, Total: total}})
+		}
+	}
+	s, timing, err := c.h.o.Sessions.Create(c.ctx(), req)
+	out := client.CreatedSession{SessionInfo: sessionOut(s), Timing: timingOut(timing)}
+	if up != nil {
+		return up.last(err, client.CreateUpdate{Session: &out},
+			func(e *client.Error) any { return client.CreateUpdate{Error: e} })
+	}
+	if err != nil {
+		return err
+	}
+	status := http.StatusCreated
+	if len(timing) == 0 { // the key had made it already
+		status = http.StatusOK
+	}
+	return c.reply(status, out)
+}
+
+// digestOf names a request by content, so that an idempotency key is not used
+// for another one.
+func digestOf(v any) (string, error) {
+	b, err := json.Marshal(v)
+	if err != nil {
+		return "", err
+	}
+	sum := sha256.Sum256(b)
+	return "sha256:" + hex.EncodeToString(sum[:]), nil
+}
+
+const (
+	defaultLimit = 100
+	maxLimit     = 1000
+)
+
+func listSessions(c *call) error {
+	limit, err := c.number("limit", defaultLimit, 1, maxLimit)
+	if err != nil {
+		return err
+	}
+	q := c.req.URL.Query()
+	f := lifecycle.Filter{Owner: q.Get("owner")}
+	if c.key.Role == Developer {
+		if f.Owner != "" && f.Owner != c.key.subject() {
+			return c.reply(http.StatusOK, client.Page[client.SessionInfo]{Items: []client.SessionInfo{}, Complete: true})
+		}
+		f.Owner = c.key.subject()
+	}
+	for _, s := range q["state"] {
+		if !slices.Contains(session.States(), session.State(s)) {
+			return kind.Errorf(kind.Invalid, "%.40q is not a state", s).WithField("state").WithHint("states: %v", session.States())
+		}
+		f.States = append(f.States, session.State(s))
+	}
+	for _, l := range q["label"] {
+		k, v, ok := strings.Cut(l, "=")
+		if !ok || k == "" {
+			return kind.Errorf(kind.Invalid, "%.100q; want KEY=VALUE", l).WithField("label")
+		}
+		if f.Labels == nil {
+			f.Labels = map[string]string{}
+		}
+		f.Labels[k] = v
+	}
+	items, next, err := c.h.o.Sessions.List(c.ctx(), f, q.Get("cursor"), int(limit))
+	if err != nil {
+		return err
+	}
+	p := client.Page[client.SessionInfo]{Items: []client.SessionInfo{}, NextCursor: next, Complete: next == ""}
+	for _, s := range items {
+		p.Items = append(p.Items, sessionOut(s))
+	}
+	return c.reply(http.StatusOK, p)
+}
+
+func getSession(c *call) error { return c.reply(http.StatusOK, sessionOut(c.sess)) }
+
+func endSession(c *call) error {
+	if err := c.noBody(); err != nil {
+		return err
+	}
+	s, err := c.h.o.Sessions.End(c.ctx(), lifecycle.EndRequest{ID: c.sess.ID, Actor: c.actor(), Reason: session.Requested})
+	if err != nil {
+		return err
+	}
+	return c.reply(http.StatusOK, sessionOut(s))
+}
+
+func setTimeout(c *call) error {
+	var in client.SetTimeout
+	if err := c.decode(&in); err != nil {
+		return err
+	}
+	if in.TimeoutSeconds < 1 || in.TimeoutSeconds > int64(session.MaxTimeout) {
+		return kind.Errorf(kind.Invalid, "%d seconds is outside 1 to %d", in.TimeoutSeconds, session.MaxTimeout).WithField("timeout_seconds")
+	}
+	s, err := c.h.o.Sessions.SetTimeout(c.ctx(), c.sess.ID, c.actor(), session.Seconds(in.TimeoutSeconds))
+	if err != nil {
+		return err
+	}
+	return c.reply(http.StatusOK, sessionOut(s))
+}
+
+func stats(c *call) error {
+	st, err := c.h.o.Sessions.Stats(c.ctx(), c.sess.ID)
+	if err != nil {
+		return err
+	}
+	return c.reply(http.StatusOK, statsOut(st))
+}
+
+func events(c *call) error {
+	after, err := c.number("after", 0, 0, math.MaxInt64)
+	if err != nil {
+		return err
+	}
+	limit, err := c.number("limit", defaultLimit, 1, maxLimit)
+	if err != nil {
+		return err
+	}
+	follow, err := c.boolean("follow")
+	if err != nil {
+		return err
+	}
+	if follow {
+		return followEvents(c, uint64(after))
+	}
+	p := client.Page[client.Event]{Items: []client.Event{}, Complete: true}
+	// One more than asked for tells whether there is more.
+	err = c.h.o.Records.Events(c.ctx(), c.sess.ID, uint64(after), int(limit)+1, func(s audit.Stored) error {
+		if len(p.Items) == int(limit) {
+			p.Complete = false
+			p.NextCursor = uintText(p.Items[limit-1].Seq)
+			return nil
+		}
+		p.Items = append(p.Items, eventOut(s))
+		return nil
+	})
+	if err != nil {
+		return err
+	}
+	return c.reply(http.StatusOK, p)
+}
+
+func followEvents(c *call, after uint64) error {
+	up := newUpdates(c, http.StatusOK)
+	up.open()
+	err := c.h.o.Records.Watch(c.ctx(), c.sess.ID, after, func(s audit.Stored) error {
+		ev := eventOut(s)
+		return up.send(client.EventUpdate{Event: &ev})
+	})
+	if err != nil {
+		return up.last(err, nil, func(e *client.Error) any { return client.EventUpdate{Error: e} })
+	}
+	return nil
+}
+
+func record(c *call) error {
+	c.w.Header().Set("Content-Type", client.NDJSONType)
+	c.w.Header().Set("Content-Disposition", `attachment; filename="`+string(c.sess.ID)+`.bivy-record"`)
+	return c.h.o.Records.Export(c.ctx(), c.sess.ID, c.w)
+}
+
+func listTemplates(c *call) error {
+	list, err := c.h.o.Templates.List()
+	if err != nil {
+		return err
+	}
+	var items []client.Template
+	for _, l := range list {
+		items = append(items, templateOut(l))
+	}
+	return page(c, items)
+}
+
+// listed finds what keeps a template.
+func (c *call) listed(t template.Template) (template.Listed, error) {
+	list, err := c.h.o.Templates.List()
+	if err != nil {
+		return template.Listed{}, err
+	}
+	for _, l := range list {
+		if l.Digest == t.Digest {
+			return l, nil
+		}
+	}
+	return template.Listed{Template: t}, nil
+}
+
+func getTemplate(c *call) error {
+	t, err := c.h.o.Templates.Get(c.req.PathValue("name"))
+	if err != nil {
+		return err
+	}
+	l, err := c.listed(t)
+	if err != nil {
+		return err
+	}
+	return c.reply(http.StatusOK, templateOut(l))
+}
+
+func removeTemplate(c *call) error {
+	if err := c.noBody(); err != nil {
+		return err
+	}
+	if err := c.h.o.Templates.Remove(c.req.PathValue("name")); err != nil {
+		return err
+	}
+	return c.nothing()
+}
+
+func buildTemplate(c *call) error {
+	typ, err := c.accepts(client.NDJSONType, "application/json")
+	if err != nil {
+		return err
+	}
+	var in client.BuildTemplate
+	if err := c.decode(&in); err != nil {
+		return err
+	}
+	spec := templateIn(in)
+	if err := spec.Validate(); err != nil {
+		return err
+	}
+	var up *updates
+	var progress template.Progress
+	if typ == client.NDJSONType {
+		up = newUpdates(c, http.StatusCreated)
+		progress = func(e template.Event) {
+			up.progress(client.BuildUpdate{Progress: &client.Progress{What: e.Phase, Done: e.Done, Total: e.Total}})
+		}
+	}
+	var out client.Template
+	t, err := c.h.o.Templates.Build(c.ctx(), spec, progress)
+	if err == nil {
+		var l template.Listed
+		if l, err = c.listed(t); err == nil {
+			out = templateOut(l)
+		}
+	}
+	if up != nil {
+		return up.last(err, client.BuildUpdate{Template: &out},
+			func(e *client.Error) any { return client.BuildUpdate{Error: e} })
+	}
+	if err != nil {
+		return err
+	}
+	return c.reply(http.StatusCreated, out)
+}
+
+func listKeys(c *call) error {
+	keys, err := c.h.o.Keys.List(c.ctx())
+	if err != nil {
+		return err
+	}
+	var items []client.Key
+	for _, k := range keys {
+		items = append(items, keyOut(k))
+	}
+	return page(c, items)
+}
+
+func createKey(c *call) error {
+	var in client.CreateKey
+	if err := c.decode(&in); err != nil {
+		return err
+	}
+	if in.Name == "" || len(in.Name) > 64 || strings.ContainsFunc(in.Name, func(r rune) bool { return r <= ' ' || r > '~' }) {
+		return kind.Errorf(kind.Invalid, "want 1 to 64 printable characters without spaces").WithField("name")
+	}
+	if !slices.Contains([]client.Role{client.Admin, client.Developer, client.Auditor}, in.Role) {
+		return kind.Errorf(kind.Invalid, "%.40q is not a role", in.Role).WithField("role").WithHint("roles: admin, developer, auditor")
+	}
+	const century = 100 * 365 * 24 * 3600
+	if in.ExpiresSeconds < 0 || in.ExpiresSeconds > century {
+		return kind.Errorf(kind.Invalid, "%d seconds is outside 0 to %d", in.ExpiresSeconds, century).WithField("expires_seconds")
+	}
+	k, secret, err := c.h.o.Keys.Create(c.ctx(), NewKey{Name: in.Name, Role: Role(in.Role), Lifetime: time.Duration(in.ExpiresSeconds) * time.Second})
+	if err != nil {
+		return err
+	}
+	return c.reply(http.StatusCreated, client.CreatedKey{Key: keyOut(k), Secret: secret})
+}
+
+func revokeKey(c *call) error {
+	if err := c.noBody(); err != nil {
+		return err
+	}
+	if err := c.h.o.Keys.Revoke(c.ctx(), c.req.PathValue("key")); err != nil {
+		return err
+	}
+	return c.nothing()
+}
+
+// gone reports whether err only says that the caller has left.
+func gone(ctx context.Context, err error) bool {
+	return ctx.Err() != nil && (errors.Is(err, context.Canceled) || errors.Is(err, ctx.Err()))
+}
