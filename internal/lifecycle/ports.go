@@ -87,14 +87,17 @@ type Node interface {
 	Stats(ctx context.Context, id session.SandboxID) (driver.Stats, error)
 	// Destroy kills the sandbox, proves its death and removes all of it.
 	Destroy(ctx context.Context, id session.SandboxID) error
-	// SetDeadline moves the moment at which the node destroys the sandbox by
-	// itself, whatever else is dead or alive.
+	// SetDeadline moves the moment at which the node tells that the sandbox's
+	// time is up and, a while later, destroys it by itself, whatever else is
+	// dead or alive. It is a distance from now, not a date: moving the wall
+	// clock changes nothing. Setting the same moment again changes nothing.
 	SetDeadline(id session.SandboxID, at time.Time) error
 	// Recover takes back the sandboxes of earlier processes and reports every
 	// one found on the host; called once, before any Start.
 	Recover(ctx context.Context) ([]Recovered, error)
-	// Exits tells of sandboxes that stopped or passed their deadline. It is a
-	// nudge: what is true is in List and Stats.
+	// Exits tells of sandboxes that stopped, passed their deadline or lost a
+	// process to their memory limit. It is a nudge: what is true is in List
+	// and Stats.
 	Exits() <-chan Exited
 	// List is what is on the host now.
 	List(ctx context.Context) ([]driver.Found, error)
@@ -137,9 +140,12 @@ type Recovered struct {
 	Relinked bool
 }
 
-// Exited is news of a sandbox.
+// Exited is news of a sandbox. The same news may come again.
 type Exited struct {
 	ID       session.SandboxID
+	Stopped  bool // by itself; Exit says how
 	Exit     driver.Exit
-	Deadline bool // the node's own deadline ended it
+	Deadline bool // it is past its deadline; a while later the node destroys it by itself
+	// OOMKills is how many processes its memory limit has killed so far.
+	OOMKills int64
 }

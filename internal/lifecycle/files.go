@@ -1,0 +1,313 @@
+package lifecycle
+
+import (
+	"context"
+	"crypto/sha256"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"hash"
+	"io"
+	"strings"
+	"sync"
+
+	"bivy/internal/audit"
+	"bivy/internal/guest/guestclient"
+	"bivy/internal/guest/wire"
+	"bivy/internal/kind"
+	"bivy/internal/session"
+)
+
+// File operations that read or change content are recorded like commands:
+// the intent before, the outcome after. Stat and ListDir only look.
+
+// fileOp is one recorded file operation in progress.
+type fileOp struct {
+	m      *Manager
+	a      *active
+	leave  func()
+	debt   *debt
+	client *guestclient.Client
+	about  filePayload
+	ctx    context.Context
+	cancel context.CancelFunc
+}
+
+// beginFile lets a file operation in and records its intent.
+func (m *Manager) beginFile(ctx context.Context, id session.ID, actor session.Principal, action audit.Action, about filePayload, paths ...string) (*fileOp, error) {
+	for _, p := range paths {
+		if err := checkPath(p); err != nil {
+			return nil, err
+		}
+	}
+	a, leave, err := m.enter(ctx, id)
+	if err != nil {
+		return nil, err
+	}
+	op := &fileOp{m: m, a: a, leave: leave, about: about}
+	op.ctx, op.cancel = a.within(ctx)
+	if op.client, err = m.guest(op.ctx, a); err == nil {
+		m.hook("file." + about.Op + ".intent")
+		op.debt, err = m.owe(op.ctx, a, audit.Entry{
+			Action: action, Ref: string(session.NewID()), Actor: actor, Payload: about,
+		}, audit.Entry{
+			Action: audit.FileFailed, Payload: failedFile(about, errors.New("the session ended before its outcome was known")),
+		})
+	}
+	if err != nil {
+		op.cancel()
+		leave()
+		return nil, a.cutError(err)
+	}
+	m.hook("file." + about.Op + ".do")
+	return op, nil
+}
+
+func failedFile(about filePayload, err error) filePayload {
+	about.Error = clip(err.Error(), maxErrorText)
+	return about
+}
+
+// end records the outcome, with facts when err is nil, and lets the operation
+// out. It returns err, or what kept the outcome from being recorded.
+func (op *fileOp) end(action audit.Action, facts filePayload, err error) error {
+	defer op.leave()
+	defer op.cancel()
+	op.m.hook("file." + op.about.Op + ".done")
+	if err != nil {
+		err = refusedFile(op.a.cutError(err))
+		recorded := op.m.settle(op.a, op.debt, audit.Entry{Action: audit.FileFailed, Outcome: audit.Failed, Payload: failedFile(op.about, err)})
+		if recorded != nil {
+			op.m.log.Error("recording a file operation that failed", "session", op.a.id, "error", recorded)
+		}
+		return err
+	}
+	return op.m.settle(op.a, op.debt, audit.Entry{Action: action, Outcome: audit.OK, Payload: facts})
+}
+
+func checkPath(p string) error {
+	switch {
+	case p == "":
+		return kind.Errorf(kind.Invalid, "no path was given").WithField("path")
+	case strings.ContainsRune(p, 0):
+		return kind.Errorf(kind.Invalid, "%.64q contains NUL, which no path can", p).WithField("path")
+	case len(p) > wire.MaxPath:
+		return kind.Errorf(kind.Invalid, "%d bytes, at most %d", len(p), wire.MaxPath).WithField("path")
+	}
+	return nil
+}
+
+// refusedFile says which part of a file operation the agent did not accept.
+func refusedFile(err error) error {
+	switch wire.ReasonOf(err) {
+	case wire.ReasonUser:
+		return invalidField("user", err)
+	case wire.ReasonPath:
+		if kind.Is(err, kind.Invalid) {
+			return invalidField("path", err)
+		}
+	}
+	return err
+}
+
+// summer digests what passes through it. The transport may read a body while
+// its answer is already being handled, hence the lock.
+type summer struct {
+	r io.Reader
+
+	mu  sync.Mutex
+	sum hash.Hash
+	n   int64
+}
+
+func newSummer(r io.Reader) *summer { return &summer{r: r, sum: sha256.New()} }
+
+func (s *summer) Read(p []byte) (int, error) {
+	n, err := s.r.Read(p)
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.sum.Write(p[:n])
+	s.n += int64(n)
+	return n, err
+}
+
+func (s *summer) result() (int64, string) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.n, hex.EncodeToString(s.sum.Sum(nil))
+}
+
+// WriteFile writes all of r to path, making parents, and returns what was
+// written. size may be -1 when it is not known.
+func (m *Manager) WriteFile(ctx context.Context, id session.ID, actor session.Principal, path, user string, r io.Reader, size int64) (FileInfo, error) {
+	about := filePayload{Op: "write", Path: wire.Escape(path), User: user}
+	op, err := m.beginFile(ctx, id, actor, audit.FileWriteIntent, about, path)
+	if err != nil {
+		return FileInfo{}, err
+	}
+	body := newSummer(r)
+	written, err := op.client.WriteFile(op.ctx, user, path, body, size)
+	n, sum := body.result()
+	if err == nil && (written.Size != n || written.SHA256 != sum) {
+		err = kind.Errorf(kind.Internal, "write %q: the session holds %d bytes of digest %.80q, sent were %d of %s", path, written.Size, written.SHA256, n, sum)
+	}
+	err = op.end(audit.FileWritten, filePayload{Path: wire.Escape(written.Path), User: user, Size: &n, SHA256: sum}, err)
+	return FileInfo{Path: written.Path, Name: written.Name, Type: RegularFile, Size: n, SHA256: sum}, err
+}
+
+// ReadFile opens a file for reading. The reader must be closed; what was
+// given through it is recorded when the file ends or when it is closed. Size
+// in the returned FileInfo is -1 when it is not known beforehand.
+func (m *Manager) ReadFile(ctx context.Context, id session.ID, actor session.Principal, path, user string) (io.ReadCloser, FileInfo, error) {
+	about := filePayload{Op: "read", Path: wire.Escape(path), User: user}
+	op, err := m.beginFile(ctx, id, actor, audit.FileIntent, about, path)
+	if err != nil {
+		return nil, FileInfo{}, err
+	}
+	f, err := op.client.ReadFile(op.ctx, user, path)
+	if err != nil {
+		return nil, FileInfo{}, op.end(audit.FileRead, filePayload{}, err)
+	}
+	info := FileInfo{Path: path, Name: path[strings.LastIndexByte(path, '/')+1:], Type: RegularFile, Size: f.Size, ModTime: f.Modified}
+	return &fileReader{op: op, body: f, sum: newSummer(f)}, info, nil
+}
+
+// fileReader gives a file and records what it gave.
+type fileReader struct {
+	op   *fileOp
+	body *guestclient.File
+	sum  *summer
+
+	mu   sync.Mutex
+	over bool
+	err  error
+}
+
+// Read gives io.EOF only once the record has the reading.
+func (f *fileReader) Read(p []byte) (int, error) {
+	n, err := f.sum.Read(p)
+	if err == nil {
+		return n, nil
+	}
+	if errors.Is(err, io.EOF) {
+		if end := f.end(nil, false); end != nil {
+			return n, end
+		}
+		return n, io.EOF
+	}
+	return n, f.end(err, false)
+}
+
+// Close lets go of the file. Closed before its end, the record says that
+// only part was read.
+func (f *fileReader) Close() error {
+	err := f.end(nil, true)
+	return errors.Join(err, f.body.Close())
+}
+
+func (f *fileReader) end(cause error, partial bool) error {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.over {
+		if partial {
+			return nil // what there was to say was said by Read
+		}
+		return f.err
+	}
+	f.over = true
+	n, sum := f.sum.result()
+	f.err = f.op.end(audit.FileRead, filePayload{Path: f.op.about.Path, User: f.op.about.User, Size: &n, SHA256: sum, Partial: partial}, cause)
+	return f.err
+}
+
+// MakeDir makes a directory and its parents.
+func (m *Manager) MakeDir(ctx context.Context, id session.ID, actor session.Principal, path, user string) (FileInfo, error) {
+	op, err := m.beginFile(ctx, id, actor, audit.FileIntent, filePayload{Op: "mkdir", Path: wire.Escape(path), User: user}, path)
+	if err != nil {
+		return FileInfo{}, err
+	}
+	e, err := op.client.MakeDir(op.ctx, user, path)
+	return fileInfo(e), op.end(audit.FileDone, op.about, err)
+}
+
+// Move renames a file or directory, making the destination's parents.
+func (m *Manager) Move(ctx context.Context, id session.ID, actor session.Principal, from, to, user string) (FileInfo, error) {
+	about := filePayload{Op: "move", Path: wire.Escape(from), To: wire.Escape(to), User: user}
+	op, err := m.beginFile(ctx, id, actor, audit.FileIntent, about, from, to)
+	if err != nil {
+		return FileInfo{}, err
+	}
+	e, err := op.client.Move(op.ctx, user, from, to)
+	return fileInfo(e), op.end(audit.FileDone, op.about, err)
+}
+
+// Remove removes a path and everything below it; one that is missing is no
+// error.
+func (m *Manager) Remove(ctx context.Context, id session.ID, actor session.Principal, path, user string) error {
+	op, err := m.beginFile(ctx, id, actor, audit.FileIntent, filePayload{Op: "remove", Path: wire.Escape(path), User: user}, path)
+	if err != nil {
+		return err
+	}
+	return op.end(audit.FileDone, op.about, op.client.Remove(op.ctx, user, path))
+}
+
+// Stat describes a path.
+func (m *Manager) Stat(ctx context.Context, id session.ID, path, user string) (FileInfo, error) {
+	var info FileInfo
+	err := m.look(ctx, id, path, func(ctx context.Context, g *guestclient.Client) error {
+		e, err := g.Stat(ctx, user, path)
+		info = fileInfo(e)
+		return err
+	})
+	return info, err
+}
+
+// ListDir lists a directory to the given depth (at least 1).
+func (m *Manager) ListDir(ctx context.Context, id session.ID, path, user string, depth int) ([]FileInfo, error) {
+	var infos []FileInfo
+	err := m.look(ctx, id, path, func(ctx context.Context, g *guestclient.Client) error {
+		entries, err := g.ListDir(ctx, user, path, depth)
+		for _, e := range entries {
+			infos = append(infos, fileInfo(e))
+		}
+		return err
+	})
+	return infos, err
+}
+
+func (m *Manager) look(ctx context.Context, id session.ID, path string, do func(context.Context, *guestclient.Client) error) error {
+	if err := checkPath(path); err != nil {
+		return err
+	}
+	a, leave, err := m.enter(ctx, id)
+	if err != nil {
+		return err
+	}
+	defer leave()
+	ctx, cancel := a.within(ctx)
+	defer cancel()
+	g, err := m.guest(ctx, a)
+	if err != nil {
+		return err
+	}
+	if err := do(ctx, g); err != nil {
+		return fmt.Errorf("session %s: %w", id, refusedFile(a.cutError(err)))
+	}
+	return nil
+}
+
+func fileInfo(e guestclient.Entry) FileInfo {
+	info := FileInfo{
+		Path: e.Path, Name: e.Name, Type: OtherFile, Size: e.Size, Mode: uint32(e.Mode.Perm()),
+		Owner: e.Owner, Group: e.Group, ModTime: e.Modified, SymlinkTarget: e.Target,
+	}
+	switch {
+	case strings.HasPrefix(e.Permissions, "L"):
+		info.Type = Symlink
+	case e.Type == guestclient.Directory:
+		info.Type = Directory
+	case e.Type == guestclient.Regular:
+		info.Type = RegularFile
+	}
+	return info
+}
