@@ -1,0 +1,375 @@
+package debian
+
+import (
+	"context"
+	"crypto/md5" // conffiles: it is what dpkg records, and no defence against anyone
+	"crypto/sha256"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"path"
+	"slices"
+	"strings"
+	"syscall"
+
+	"golang.org/x/sys/unix"
+
+	"bivy/internal/template/source"
+	"bivy/internal/template/tree"
+)
+
+// generatedVersion is part of every key; it grows when the generated files
+// change.
+const generatedVersion = 1
+
+// Packages is a source: named packages and all they depend on, as installed
+// below a root directory of this host, with the accounts and configuration of
+// a fresh system.
+type Packages struct {
+	root  string
+	names []string
+
+	host     *os.Root
+	packages []*pkg
+	aliases  map[string]string // top directories that are links into /usr here
+}
+
+// New returns a source for the named packages of the system at root, which is
+// "/" but for tests.
+func New(root string, names []string) *Packages {
+	return &Packages{root: root, names: names}
+}
+
+// String implements source.Source.
+func (p *Packages) String() string {
+	return fmt.Sprintf("host packages (%d and what they depend on)", len(p.names))
+}
+
+// Key implements source.Source: it is the hash of the names and versions of
+// all packages. A file that someone changed on the host by hand does not
+// change it.
+func (p *Packages) Key(context.Context) (string, error) {
+	host, err := os.OpenRoot(p.root)
+	if err != nil {
+		return "", fmt.Errorf("host packages: %w", err)
+	}
+	p.host = host
+	db, err := readDatabase(host)
+	if err != nil {
+		return "", err
+	}
+	if p.packages, err = db.closure(p.names); err != nil {
+		return "", err
+	}
+	h := sha256.New()
+	fmt.Fprintf(h, "generated %d\n", generatedVersion)
+	for _, x := range p.packages {
+		fmt.Fprintf(h, "%s %s %s\n", x.name, x.version, x.arch)
+	}
+	return "host packages sha256:" + hex.EncodeToString(h.Sum(nil)), nil
+}
+
+// Close implements source.Source.
+func (p *Packages) Close() error {
+	if p.host == nil {
+		return nil
+	}
+	h := p.host
+	p.host = nil
+	return h.Close()
+}
+
+// mergedDirs are the directories that a merged /usr turns into links.
+var mergedDirs = []string{"bin", "sbin", "lib", "lib32", "lib64", "libx32"}
+
+// Load implements source.Source.
+func (p *Packages) Load(ctx context.Context, t *tree.Tree, _ *tree.Spool, progress source.Progress) (source.Defaults, error) {
+	if err := t.BeginLayer(""); err != nil {
+		return source.Defaults{}, err
+	}
+	p.aliases = map[string]string{}
+	for _, d := range mergedDirs {
+		target, err := p.host.Readlink(d)
+		if errors.Is(err, fs.ErrNotExist) || errors.Is(err, unix.EINVAL) {
+			continue
+		}
+		if err != nil {
+			return source.Defaults{}, err
+		}
+		if target = strings.TrimPrefix(target, "/"); target != "usr/"+d {
+			continue
+		}
+		p.aliases["/"+d] = "/" + target
+		if err := t.Put(target, dirInode(0o755)); err != nil {
+			return source.Defaults{}, err
+		}
+		if err := t.Put(d, linkInode(target)); err != nil {
+			return source.Defaults{}, err
+		}
+	}
+	c := &copier{ctx: ctx, host: p.host, tree: t, progress: progress, real: p.realPath, links: map[uint64]string{}}
+	for _, x := range p.packages {
+		if err := c.pkg(x); err != nil {
+			return source.Defaults{}, fmt.Errorf("package %s: %w", x.name, err)
+		}
+	}
+	if err := c.bytecode(); err != nil {
+		return source.Defaults{}, err
+	}
+	if err := alternatives(p.host, t); err != nil {
+		return source.Defaults{}, err
+	}
+	if err := certificates(t); err != nil {
+		return source.Defaults{}, err
+	}
+	if err := generate(t, p.packages); err != nil {
+		return source.Defaults{}, err
+	}
+	return source.Defaults{
+		Env:     map[string]string{"PATH": defaultPath, "LANG": "C.UTF-8"},
+		User:    userName,
+		Workdir: userHome,
+		Cmd:     []string{"/bin/bash", "-l"},
+	}, nil
+}
+
+// realPath is where the host keeps what dpkg lists as name.
+func (p *Packages) realPath(name string) string {
+	first, rest, ok := strings.Cut(name[1:], "/")
+	if to, merged := p.aliases["/"+first]; merged {
+		if !ok {
+			return to
+		}
+		return to + "/" + rest
+	}
+	return name
+}
+
+// left says what to do with a path that a package lists.
+type left int
+
+const (
+	keep     left = iota // as it is on the host
+	dirsOnly             // its files are the host's own state
+	skip                 // not worth its bytes in a sandbox
+)
+
+// leftOut lists path prefixes and what is done below them; the longest match
+// wins. A path of its own is meant without the slash at the end.
+var leftOut = map[string]left{
+	"/boot/":  dirsOnly,
+	"/dev/":   dirsOnly,
+	"/home/":  dirsOnly,
+	"/media/": dirsOnly,
+	"/mnt/":   dirsOnly,
+	"/proc/":  skip,
+	"/root/":  skip,
+	"/run/":   skip,
+	"/srv/":   dirsOnly,
+	"/sys/":   skip,
+	"/tmp/":   skip,
+	"/var/":   dirsOnly,
+
+	"/etc/alternatives/":          skip, // made for what the image holds
+	"/etc/apt/":                   skip, // may hold credentials, and names mirrors of this host
+	"/etc/cron.d/":                skip,
+	"/etc/cron.daily/":            skip,
+	"/etc/cron.weekly/":           skip,
+	"/etc/init.d/":                skip,
+	"/etc/kernel/":                skip,
+	"/etc/logrotate.d/":           skip,
+	"/etc/ssh/":                   skip,
+	"/etc/ssl/certs/":             skip, // made anew
+	"/etc/ssl/private/":           skip,
+	"/etc/systemd/":               skip,
+	"/etc/update-motd.d/":         skip,
+	"/usr/lib/systemd/":           skip,
+	"/usr/lib/udev/":              skip,
+	"/usr/lib/modules/":           skip,
+	"/usr/lib/sysctl.d/":          skip,
+	"/usr/lib/tmpfiles.d/":        skip,
+	"/usr/share/bash-completion/": skip, // a login shell reads none
+	"/usr/share/bug/":             skip,
+	"/usr/share/doc/":             skip,
+	"/usr/share/doc-base/":        skip,
+	"/usr/share/groff/":           skip,
+	"/usr/share/info/":            skip,
+	"/usr/share/lintian/":         skip,
+	"/usr/share/locale/":          skip,
+	"/usr/share/man/":             skip,
+	"/usr/share/menu/":            skip,
+	"/usr/share/zsh/":             skip,
+	"/usr/share/common-licenses/": keep,
+}
+
+// verdict finds the longest prefix of leftOut for name.
+func verdict(name string) left {
+	for at := name + "/"; ; {
+		if v, ok := leftOut[at]; ok {
+			return v
+		}
+		cut := strings.LastIndexByte(strings.TrimSuffix(at, "/"), '/')
+		if cut <= 0 {
+			return keep
+		}
+		at = at[:cut+1]
+	}
+}
+
+// copier takes the files of packages into a tree.
+type copier struct {
+	ctx      context.Context
+	host     *os.Root
+	tree     *tree.Tree
+	progress source.Progress
+	real     func(string) string
+	done     int64
+	links    map[uint64]string // first names of files with several, by inode
+	python   []string          // Python sources taken, whose bytecode is wanted
+}
+
+func (c *copier) pkg(x *pkg) error {
+	if err := c.ctx.Err(); err != nil {
+		return err
+	}
+	files, err := x.files(c.host)
+	if err != nil {
+		return err
+	}
+	for _, listed := range files {
+		name := c.real(path.Clean(listed))
+		v := verdict(name)
+		if v == skip {
+			continue
+		}
+		fi, err := c.host.Lstat(name[1:])
+		if errors.Is(err, fs.ErrNotExist) || errors.Is(err, unix.ENOTDIR) {
+			c.tree.Notes().Add("listed by a package but not on this host", name)
+			continue
+		}
+		if err != nil {
+			return err
+		}
+		if v == dirsOnly && !fi.IsDir() {
+			continue
+		}
+		if strings.HasPrefix(name, "/etc/") && fi.Mode().IsRegular() {
+			ok, err := c.asInstalled(x, listed, name)
+			if err != nil {
+				return err
+			}
+			if !ok {
+				continue
+			}
+		}
+		if err := c.take(name, fi); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// asInstalled reports whether a file below /etc is a conffile and still what
+// the package brought. One that was changed here may hold anything.
+func (c *copier) asInstalled(x *pkg, listed, name string) (bool, error) {
+	want, ok := x.conffiles[listed]
+	if !ok {
+		c.tree.Notes().Add("below /etc but no conffile, left out", name)
+		return false, nil
+	}
+	f, err := c.host.OpenFile(name[1:], os.O_RDONLY|unix.O_NONBLOCK|unix.O_NOFOLLOW, 0)
+	if err != nil {
+		return false, err
+	}
+	h := md5.New()
+	_, err = io.Copy(h, f)
+	if err := errors.Join(err, f.Close()); err != nil {
+		return false, err
+	}
+	if hex.EncodeToString(h.Sum(nil)) != want {
+		c.tree.Notes().Add("conffiles changed on this host, left out", name)
+		return false, nil
+	}
+	return true, nil
+}
+
+// take puts one file, directory or symlink of the host into the tree.
+func (c *copier) take(name string, fi fs.FileInfo) error {
+	ino, err := source.HostInode(fi)
+	if err != nil {
+		return err
+	}
+	mapOwner(ino)
+	switch {
+	case ino.IsDir():
+		// A directory's time is that of the last installation here.
+		ino.Mtime, ino.MtimeNsec = 0, 0
+		if have := c.tree.Lookup(name); have != nil && have.IsSymlink() {
+			return nil // a merged directory, listed by an old package
+		}
+	case ino.IsSymlink():
+		if ino.Target, err = c.host.Readlink(name[1:]); err != nil {
+			return err
+		}
+		ino.Mtime, ino.MtimeNsec = 0, 0
+		if have := c.tree.Lookup(name); have != nil && have.IsDir() {
+			return nil
+		}
+	case ino.IsRegular():
+		st, ok := fi.Sys().(*syscall.Stat_t)
+		if ok && st.Nlink > 1 {
+			if first, seen := c.links[st.Ino]; seen {
+				return c.tree.Link(name, first)
+			}
+			c.links[st.Ino] = name
+		}
+		if err := c.tree.ChargeBytes(name, ino.Size); err != nil {
+			return err
+		}
+		if ino.Size > 0 {
+			ino.Content = source.HostFile{Root: c.host, Name: name[1:], Info: fi}
+		}
+		c.done += ino.Size
+		if c.progress != nil {
+			c.progress(c.done, 0)
+		}
+		if strings.HasSuffix(name, ".py") && !slices.Contains(strings.Split(name, "/"), "__pycache__") {
+			c.python = append(c.python, name)
+		}
+	default:
+		c.tree.Notes().Add("neither files nor directories nor symlinks, left out", name)
+		return nil
+	}
+	return c.tree.Put(name, ino)
+}
+
+// mapOwner keeps the owners that every Debian has. Others are numbers that
+// this host happened to give out: their files go to root, without the bits
+// that would make a program run as someone it does not know.
+func mapOwner(ino *tree.Inode) {
+	if !knownUID(ino.UID) {
+		ino.UID = 0
+		ino.Mode &^= unix.S_ISUID
+	}
+	if !knownGID(ino.GID) {
+		ino.GID = 0
+		ino.Mode &^= unix.S_ISGID
+	}
+}
+
+func dirInode(mode uint32) *tree.Inode { return &tree.Inode{Mode: unix.S_IFDIR | mode} }
+
+func linkInode(target string) *tree.Inode {
+	return &tree.Inode{Mode: unix.S_IFLNK | 0o777, Target: target}
+}
+
+func fileInode(mode uint32, text string) *tree.Inode {
+	ino := &tree.Inode{Mode: unix.S_IFREG | mode, Size: int64(len(text))}
+	if text != "" {
+		ino.Content = tree.Bytes(text)
+	}
+	return ino
+}

@@ -1,0 +1,73 @@
+package template
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"regexp"
+
+	"bivy/internal/kind"
+)
+
+var holderForm = regexp.MustCompile(`^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$`)
+
+// Lease keeps the template from being collected or removed until holder
+// releases it, also across restarts. It may be taken again by the same holder.
+// A template that is not there is kind.NotFound.
+func (s *Store) Lease(digest Digest, holder string) error {
+	if !holderForm.MatchString(holder) {
+		return kind.Errorf(kind.Invalid, "lease of %s: %.64q is no holder: want 1 to 128 of letters, digits, '.', '_', '-'", digest, holder)
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if _, err := s.load(digest); err != nil {
+		return fmt.Errorf("lease for %s: %w", holder, err)
+	}
+	dir := digest.Hex() + "/" + leasesDir
+	f, err := s.root.OpenFile(dir+"/"+holder, os.O_WRONLY|os.O_CREATE, 0o600)
+	if err != nil {
+		return fmt.Errorf("lease of %s for %s: %w", digest, holder, err)
+	}
+	if err := errors.Join(f.Close(), syncDir(s.root, dir)); err != nil {
+		return fmt.Errorf("lease of %s for %s: %w", digest, holder, err)
+	}
+	return nil
+}
+
+// Release gives up a lease. One that is not held, also because its template is
+// gone, is no error.
+func (s *Store) Release(digest Digest, holder string) error {
+	if !holderForm.MatchString(holder) {
+		return nil // Lease never gave it one
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if err := s.removeFile(digest.Hex() + "/" + leasesDir + "/" + holder); err != nil {
+		return fmt.Errorf("lease of %s for %s: %w", digest, holder, err)
+	}
+	return nil
+}
+
+// Leases returns the holders of leases on the template, sorted, so that a
+// restarted daemon can release those whose holder is gone.
+func (s *Store) Leases(digest Digest) ([]string, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.leasesLocked(digest)
+}
+
+func (s *Store) leasesLocked(digest Digest) ([]string, error) {
+	entries, err := fs.ReadDir(s.root.FS(), digest.Hex()+"/"+leasesDir)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, fmt.Errorf("leases of %s: %w", digest, err)
+	}
+	var out []string
+	for _, e := range entries {
+		out = append(out, e.Name())
+	}
+	return out, nil
+}

@@ -1,0 +1,365 @@
+package template
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path"
+	"path/filepath"
+	"regexp"
+	"strings"
+	"unicode/utf8"
+
+	"go.yaml.in/yaml/v3"
+
+	"bivy/internal/kind"
+)
+
+// SpecVersion is the version of Spec this build reads.
+const SpecVersion = 1
+
+// MaxSpecBytes bounds the file a spec is read from.
+const MaxSpecBytes = 1 << 20
+
+// Spec says what a template is made from and what its processes start with. It
+// is read from YAML or JSON in a repository. Exactly one source of From is set.
+type Spec struct {
+	Version int               `yaml:"version" json:"version"`
+	Name    string            `yaml:"name,omitempty" json:"name,omitempty"` // [namespace/]name[:tag]; may be empty: found by digest only
+	From    From              `yaml:"from" json:"from"`
+	Env     map[string]string `yaml:"env,omitempty" json:"env,omitempty"`         // added to the source's own, and wins
+	User    string            `yaml:"user,omitempty" json:"user,omitempty"`       // empty: the source's, else root
+	Workdir string            `yaml:"workdir,omitempty" json:"workdir,omitempty"` // empty: the source's
+	Cmd     []string          `yaml:"cmd,omitempty" json:"cmd,omitempty"`         // empty: the source's entrypoint and command
+}
+
+// From is the source of a template's files.
+type From struct {
+	HostPackages *HostPackages `yaml:"host_packages,omitempty" json:"host_packages,omitempty"`
+	Image        *Image        `yaml:"image,omitempty" json:"image,omitempty"`
+	Tarball      *Tarball      `yaml:"tarball,omitempty" json:"tarball,omitempty"`
+	Layout       *Layout       `yaml:"layout,omitempty" json:"layout,omitempty"`
+	Directory    *Directory    `yaml:"directory,omitempty" json:"directory,omitempty"`
+	Tar          *Tar          `yaml:"tar,omitempty" json:"tar,omitempty"`
+}
+
+// HostPackages takes the files of Debian packages, and of all they depend on,
+// as they are installed on this host. It needs no network.
+type HostPackages struct {
+	Packages []string `yaml:"packages" json:"packages"`
+}
+
+// Image is an OCI or Docker image in a registry.
+type Image struct {
+	Ref         string       `yaml:"ref" json:"ref"`                                     // e.g. registry.example/team/app:1.2 or …@sha256:…
+	PlainHTTP   bool         `yaml:"plain_http,omitempty" json:"plain_http,omitempty"`   // no TLS; loopback registries need not say so
+	Credentials *Credentials `yaml:"credentials,omitempty" json:"credentials,omitempty"` // empty: anonymous
+}
+
+// Credentials says where a registry's credentials are. They are never in the
+// spec itself, which is checked into repositories and recorded.
+type Credentials struct {
+	Username     string `yaml:"username,omitempty" json:"username,omitempty"`
+	PasswordEnv  string `yaml:"password_env,omitempty" json:"password_env,omitempty"`   // an environment variable of the server
+	PasswordFile string `yaml:"password_file,omitempty" json:"password_file,omitempty"` // a file on the server
+	DockerConfig string `yaml:"docker_config,omitempty" json:"docker_config,omitempty"` // a Docker config.json; its helpers are not run
+}
+
+// Tarball is an image in a tar file, as "docker save" or an OCI archive.
+type Tarball struct {
+	Path string `yaml:"path" json:"path"`
+	Ref  string `yaml:"ref,omitempty" json:"ref,omitempty"` // which image, when it holds several
+}
+
+// Layout is an image in an OCI image layout directory.
+type Layout struct {
+	Path string `yaml:"path" json:"path"`
+	Ref  string `yaml:"ref,omitempty" json:"ref,omitempty"` // a ref name or a digest, when it holds several
+}
+
+// Directory is a root file system in a directory of this host.
+type Directory struct {
+	Path string `yaml:"path" json:"path"`
+}
+
+// Tar is a root file system in a tar file, plain or packed with gzip or zstd.
+type Tar struct {
+	Path string `yaml:"path" json:"path"`
+}
+
+// Kind names the source: "host_packages", "image", "tarball", "layout",
+// "directory", "tar", or "" when there is not exactly one.
+func (f From) Kind() string {
+	name, n := "", 0
+	for _, s := range []struct {
+		set  bool
+		name string
+	}{
+		{f.HostPackages != nil, "host_packages"},
+		{f.Image != nil, "image"},
+		{f.Tarball != nil, "tarball"},
+		{f.Layout != nil, "layout"},
+		{f.Directory != nil, "directory"},
+		{f.Tar != nil, "tar"},
+	} {
+		if s.set {
+			name = s.name
+			n++
+		}
+	}
+	if n != 1 {
+		return ""
+	}
+	return name
+}
+
+// ParseSpec reads a spec from YAML or JSON. Unknown fields, duplicate fields
+// and a second document are refused with their line.
+func ParseSpec(data []byte) (Spec, error) {
+	if len(data) > MaxSpecBytes {
+		return Spec{}, kind.Errorf(kind.Invalid, "template: %d bytes, at most %d", len(data), MaxSpecBytes)
+	}
+	dec := yaml.NewDecoder(bytes.NewReader(data))
+	dec.KnownFields(true)
+	var s Spec
+	if err := dec.Decode(&s); err != nil {
+		if errors.Is(err, io.EOF) {
+			return Spec{}, kind.Errorf(kind.Invalid, "template: the file is empty").WithHint("see docs/templates.md for the fields")
+		}
+		return Spec{}, specError(err)
+	}
+	var more yaml.Node
+	switch err := dec.Decode(&more); {
+	case err == nil:
+		return Spec{}, kind.Errorf(kind.Invalid, "template: line %d: a second document; one file holds one template", more.Line)
+	case !errors.Is(err, io.EOF):
+		return Spec{}, specError(err)
+	}
+	if err := s.Validate(); err != nil {
+		return Spec{}, err
+	}
+	return s, nil
+}
+
+// unknownField matches how the YAML package reports what a struct lacks.
+var unknownField = regexp.MustCompile(`field (.*) not found in type \S+$`)
+
+// goType matches the Go type names in its other reports, which mean nothing to
+// the author of a spec.
+var goType = regexp.MustCompile(`(into|in type) (\*?(map\[string\]|\[\])?(template\.)?\w+)$`)
+
+func specError(err error) error {
+	lines := []string{strings.TrimPrefix(err.Error(), "yaml: ")}
+	var te *yaml.TypeError
+	if errors.As(err, &te) {
+		lines = nil
+		for _, l := range te.Errors {
+			l = unknownField.ReplaceAllString(l, `unknown field "$1"`)
+			if m := goType.FindStringSubmatch(l); m != nil {
+				l = strings.TrimSuffix(l, m[0]) + "where " + wanted(m[2]) + " belongs"
+			}
+			lines = append(lines, l)
+		}
+	}
+	return kind.Errorf(kind.Invalid, "template: %s", strings.Join(lines, "; ")).
+		WithHint("see docs/templates.md for the fields")
+}
+
+func wanted(goType string) string {
+	switch {
+	case strings.HasSuffix(goType, "map[string]string"):
+		return "a map of strings"
+	case strings.HasPrefix(goType, "[]"):
+		return "a list"
+	case goType == "int":
+		return "a whole number"
+	case goType == "bool":
+		return "true or false"
+	case strings.Contains(goType, "template."):
+		return "a map of fields"
+	}
+	return "a " + goType
+}
+
+// Load reads a spec from a file. Relative paths in it are taken from the
+// directory of the file.
+func Load(file string) (Spec, error) {
+	f, err := os.Open(file)
+	if err != nil {
+		if errors.Is(err, os.ErrNotExist) {
+			return Spec{}, kind.Errorf(kind.NotFound, "template file %s does not exist", file)
+		}
+		return Spec{}, fmt.Errorf("template file %s: %w", file, err)
+	}
+	defer f.Close()
+	data, err := io.ReadAll(io.LimitReader(f, MaxSpecBytes+1))
+	if err != nil {
+		return Spec{}, fmt.Errorf("template file %s: %w", file, err)
+	}
+	s, err := ParseSpec(data)
+	if err != nil {
+		return Spec{}, fmt.Errorf("%s: %w", file, err)
+	}
+	dir, err := filepath.Abs(filepath.Dir(file))
+	if err != nil {
+		return Spec{}, err
+	}
+	for _, p := range s.From.paths() {
+		if *p != "" && !filepath.IsAbs(*p) {
+			*p = filepath.Join(dir, *p)
+		}
+	}
+	return s, nil
+}
+
+// paths returns every field of f that names a file of this host.
+func (f *From) paths() []*string {
+	var out []*string
+	if f.Tarball != nil {
+		out = append(out, &f.Tarball.Path)
+	}
+	if f.Layout != nil {
+		out = append(out, &f.Layout.Path)
+	}
+	if f.Directory != nil {
+		out = append(out, &f.Directory.Path)
+	}
+	if f.Tar != nil {
+		out = append(out, &f.Tar.Path)
+	}
+	if f.Image != nil && f.Image.Credentials != nil {
+		out = append(out, &f.Image.Credentials.PasswordFile, &f.Image.Credentials.DockerConfig)
+	}
+	return out
+}
+
+// Bounds of a spec.
+const (
+	maxEnv      = 1024
+	maxEnvBytes = 128 << 10
+	maxCmd      = 1024
+	maxCmdBytes = 128 << 10
+	maxPackages = 4096
+	maxPath     = 4095
+)
+
+var (
+	packageName = regexp.MustCompile(`^[a-z0-9][a-z0-9+.-]{1,127}$`)
+	userName    = regexp.MustCompile(`^[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}(:[A-Za-z0-9_][A-Za-z0-9_.-]{0,63})?$`)
+	envName     = regexp.MustCompile(`^[^=\x00]{1,1024}$`)
+)
+
+// Validate reports the first field of s that is wrong.
+func (s Spec) Validate() error {
+	bad := func(field, format string, args ...any) error {
+		return kind.Errorf(kind.Invalid, format, args...).WithField(field)
+	}
+	if s.Version != SpecVersion {
+		return kind.Errorf(kind.Invalid, "version %d is not known to this bivy, which reads version %d", s.Version, SpecVersion).
+			WithField("version").WithHint("set version: %d, or use a newer bivy", SpecVersion)
+	}
+	if s.Name != "" {
+		if _, err := ParseRef(s.Name); err != nil {
+			return err
+		}
+	}
+	if err := s.From.validate(); err != nil {
+		return err
+	}
+	total := 0
+	for k, v := range s.Env {
+		if !envName.MatchString(k) || !utf8.ValidString(k) || !utf8.ValidString(v) || strings.ContainsRune(v, 0) {
+			return bad("env", "variable %.64q: want a non-empty name without '=', and text without NUL", k)
+		}
+		total += len(k) + len(v) + 2
+	}
+	if len(s.Env) > maxEnv || total > maxEnvBytes {
+		return bad("env", "%d variables of %d bytes, at most %d of %d", len(s.Env), total, maxEnv, maxEnvBytes)
+	}
+	if s.User != "" && !userName.MatchString(s.User) {
+		return bad("user", "%.64q is not a user name", s.User)
+	}
+	if s.Workdir != "" && (!path.IsAbs(s.Workdir) || len(s.Workdir) > maxPath || strings.ContainsRune(s.Workdir, 0)) {
+		return bad("workdir", "%.64q is not an absolute path", s.Workdir)
+	}
+	total = 0
+	for i, a := range s.Cmd {
+		if strings.ContainsRune(a, 0) || (i == 0 && a == "") {
+			return bad("cmd", "argument %d: want text without NUL, and a program first", i)
+		}
+		total += len(a) + 1
+	}
+	if len(s.Cmd) > maxCmd || total > maxCmdBytes {
+		return bad("cmd", "%d arguments of %d bytes, at most %d of %d", len(s.Cmd), total, maxCmd, maxCmdBytes)
+	}
+	return nil
+}
+
+func (f From) validate() error {
+	bad := func(field, format string, args ...any) error {
+		return kind.Errorf(kind.Invalid, format, args...).WithField("from." + field)
+	}
+	name := f.Kind()
+	if name == "" {
+		return kind.Errorf(kind.Invalid, "want exactly one of host_packages, image, tarball, layout, directory, tar").WithField("from")
+	}
+	for _, p := range f.paths() {
+		if len(*p) > maxPath || strings.ContainsRune(*p, 0) {
+			return bad(name, "%.64q is not a path", *p)
+		}
+	}
+	need := func(v string) error {
+		if v == "" {
+			return bad(name+".path", "is empty")
+		}
+		return nil
+	}
+	switch {
+	case f.HostPackages != nil:
+		if n := len(f.HostPackages.Packages); n == 0 || n > maxPackages {
+			return bad("host_packages.packages", "%d packages, want 1 to %d", n, maxPackages)
+		}
+		for _, p := range f.HostPackages.Packages {
+			if !packageName.MatchString(p) {
+				return bad("host_packages.packages", "%.64q is not the name of a Debian package", p)
+			}
+		}
+	case f.Image != nil:
+		if f.Image.Ref == "" || len(f.Image.Ref) > 1024 || strings.ContainsAny(f.Image.Ref, " \t\r\n\x00") {
+			return bad("image.ref", "%.64q is not an image reference", f.Image.Ref)
+		}
+		if c := f.Image.Credentials; c != nil {
+			return c.validate()
+		}
+	case f.Tarball != nil:
+		return need(f.Tarball.Path)
+	case f.Layout != nil:
+		return need(f.Layout.Path)
+	case f.Directory != nil:
+		return need(f.Directory.Path)
+	case f.Tar != nil:
+		return need(f.Tar.Path)
+	}
+	return nil
+}
+
+func (c *Credentials) validate() error {
+	bad := func(format string, args ...any) error {
+		return kind.Errorf(kind.Invalid, format, args...).WithField("from.image.credentials")
+	}
+	n := 0
+	for _, v := range []string{c.PasswordEnv, c.PasswordFile, c.DockerConfig} {
+		if v != "" {
+			n++
+		}
+	}
+	if n != 1 {
+		return bad("want exactly one of password_env, password_file, docker_config")
+	}
+	if (c.DockerConfig == "") != (c.Username != "") {
+		return bad("username goes with password_env or password_file")
+	}
+	return nil
+}

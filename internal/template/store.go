@@ -1,0 +1,518 @@
+package template
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"log/slog"
+	"net/http"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"bivy/internal/kind"
+	"bivy/internal/template/tree"
+)
+
+// The store's directory:
+//
+//	lock                              held while a Store is open
+//	<template hex>/template.json      what the template is; never changes
+//	<template hex>/<image hex>.erofs  its image; never changes
+//	<template hex>/leases/<holder>    who uses it
+//	<template hex>/snapshots/         whatever the one who boots it keeps there
+//	refs/<namespace or _>/<name>/<tag>  a template's digest
+//	builds/<key>                      the digest a build with that key gave
+//	tmp/                              unfinished work; emptied at Open
+//
+// A template's directory is made in tmp and renamed into place whole, and goes
+// back to tmp to be removed, so that a crash leaves all of it or nothing.
+// Templates with the same image share one file by hard link, and with it the
+// page cache.
+const (
+	lockFile     = "lock"
+	refsDir      = "refs"
+	buildsDir    = "builds"
+	tmpDir       = "tmp"
+	leasesDir    = "leases"
+	snapshotsDir = "snapshots"
+	metaFile     = "template.json"
+
+	storeVersion = 1
+)
+
+// DefaultGrace is how long GC leaves a template alone that has neither a name
+// nor a lease: its builder may be about to take one.
+const DefaultGrace = 10 * time.Minute
+
+// Extra is a file that the store puts into every image, over whatever the
+// source has at its path. Missing parents belong to root.
+type Extra struct {
+	Path string      // absolute, in the image
+	Mode fs.FileMode // permissions; the owner is root
+	Open func() (io.ReadCloser, error)
+}
+
+// Options are what a Store needs besides its directory. The zero value works.
+type Options struct {
+	Extra     []Extra           // e.g. the guest agent
+	Limits    tree.Limits       // of one image; zero fields have defaults
+	HostRoot  string            // where host packages are read from; empty: "/"
+	Transport http.RoundTripper // for registries; nil: the HTTP default
+	Grace     time.Duration     // zero: DefaultGrace; negative: none
+	Now       func() time.Time  // nil: time.Now
+	Log       *slog.Logger      // nil: discarded
+	Getenv    func(string) string
+}
+
+// Store keeps templates in a directory that it alone uses. Its methods may be
+// called concurrently.
+type Store struct {
+	dir  string
+	root *os.Root
+	lock *os.File
+	opts Options
+
+	// mu guards names, leases and the coming and going of templates; it is
+	// never held while an image is built.
+	mu sync.Mutex
+
+	// flightsMu guards flights, the builds that are running, by key.
+	flightsMu sync.Mutex
+	flights   map[string]*flight
+}
+
+// Open opens the store in dir and makes it if need be. What a killed process
+// left unfinished is removed. A directory that another Store has open is
+// kind.Conflict; one from a newer bivy is kind.Conflict too.
+func Open(dir string, opts Options) (*Store, error) {
+	abs, err := filepath.Abs(dir)
+	if err != nil {
+		return nil, fmt.Errorf("template store: %w", err)
+	}
+	if err := os.MkdirAll(abs, 0o700); err != nil {
+		return nil, fmt.Errorf("template store: %w", err)
+	}
+	root, err := os.OpenRoot(abs)
+	if err != nil {
+		return nil, fmt.Errorf("template store: %w", err)
+	}
+	s := &Store{dir: abs, root: root, opts: opts, flights: map[string]*flight{}}
+	if s.opts.Now == nil {
+		s.opts.Now = time.Now
+	}
+	if s.opts.Log == nil {
+		s.opts.Log = slog.New(slog.DiscardHandler)
+	}
+	if s.opts.HostRoot == "" {
+		s.opts.HostRoot = "/"
+	}
+	if s.opts.Getenv == nil {
+		s.opts.Getenv = func(string) string { return "" }
+	}
+	if s.opts.Grace == 0 {
+		s.opts.Grace = DefaultGrace
+	}
+	if err := s.open(); err != nil {
+		return nil, errors.Join(fmt.Errorf("template store %s: %w", abs, err), s.Close())
+	}
+	return s, nil
+}
+
+func (s *Store) open() error {
+	lock, err := s.root.OpenFile(lockFile, os.O_RDWR|os.O_CREATE, 0o600)
+	if err != nil {
+		return err
+	}
+	s.lock = lock
+	if err := unix.Flock(int(lock.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
+		if errors.Is(err, unix.EWOULDBLOCK) {
+			return kind.Errorf(kind.Conflict, "another process uses it").
+				WithHint("stop the other bivy, or give this one another data directory")
+		}
+		return fmt.Errorf("lock: %w", err)
+	}
+	if err := s.checkVersion(); err != nil {
+		return err
+	}
+	if err := s.root.RemoveAll(tmpDir); err != nil {
+		return fmt.Errorf("sweep: %w", err)
+	}
+	for _, d := range []string{tmpDir, refsDir, buildsDir} {
+		if err := s.root.Mkdir(d, 0o700); err != nil && !errors.Is(err, fs.ErrExist) {
+			return err
+		}
+	}
+	return errors.Join(s.sweepBroken(), s.sweepNames())
+}
+
+// sweepBroken removes templates that cannot be used, such as one whose image
+// a person deleted or a full disk cut short, so that the next build makes them
+// again. What holds a lease stays: something may still run from it.
+func (s *Store) sweepBroken() error {
+	digests, err := s.digestsLocked()
+	if err != nil {
+		return err
+	}
+	for _, d := range digests {
+		_, broken := s.load(d)
+		if broken == nil || kind.Is(broken, kind.Conflict) {
+			continue
+		}
+		leases, err := s.leasesLocked(d)
+		if err != nil {
+			return err
+		}
+		s.opts.Log.Warn("broken template", "template", d, "leases", leases, "err", broken)
+		if len(leases) > 0 {
+			continue
+		}
+		if err := s.discardLocked(d); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// checkVersion reads the layout's version from the lock file, or writes it.
+func (s *Store) checkVersion() error {
+	b, err := io.ReadAll(io.LimitReader(s.lock, 64))
+	if err != nil {
+		return fmt.Errorf("version: %w", err)
+	}
+	want := fmt.Sprintf("bivy templates %d\n", storeVersion)
+	switch string(b) {
+	case want:
+		return nil
+	case "":
+		if _, err := s.lock.WriteAt([]byte(want), 0); err != nil {
+			return fmt.Errorf("version: %w", err)
+		}
+		return s.lock.Sync()
+	}
+	return kind.Errorf(kind.Conflict, "its layout is %q, this bivy knows %q", strings.TrimSpace(string(b)), strings.TrimSpace(want)).
+		WithHint("use the bivy that made it, or another data directory")
+}
+
+// sweepNames drops names and build keys whose template is gone, which happens
+// when a removal was cut short.
+func (s *Store) sweepNames() error {
+	for _, dir := range []string{refsDir, buildsDir} {
+		err := fs.WalkDir(s.root.FS(), dir, func(name string, d fs.DirEntry, err error) error {
+			if err != nil || d.IsDir() {
+				return err
+			}
+			digest, err := s.readDigest(name)
+			if err == nil {
+				_, err = s.root.Lstat(digest.Hex())
+			}
+			if err == nil {
+				return nil
+			}
+			s.opts.Log.Info("name of a removed template dropped", "file", name, "err", err)
+			return s.root.Remove(name)
+		})
+		if err != nil {
+			return fmt.Errorf("sweep %s: %w", dir, err)
+		}
+	}
+	return nil
+}
+
+// Close releases the directory. Builds must have ended.
+func (s *Store) Close() error {
+	var errs []error
+	if s.lock != nil {
+		errs = append(errs, s.lock.Close())
+	}
+	return errors.Join(append(errs, s.root.Close())...)
+}
+
+// meta is template.json. The digest of a template is the hash of the image and
+// config fields alone, see templateDigest.
+type meta struct {
+	Version    int       `json:"version"`
+	Image      Digest    `json:"image"`
+	ImageBytes int64     `json:"image_bytes"`
+	Config     Config    `json:"config"`
+	Source     string    `json:"source"`
+	Created    time.Time `json:"created"`
+	Notes      []string  `json:"notes,omitempty"`
+}
+
+// load reads the template called digest.
+func (s *Store) load(digest Digest) (Template, error) {
+	missing := kind.Errorf(kind.NotFound, "template %s does not exist", digest)
+	b, err := readFile(s.root, digest.Hex()+"/"+metaFile, MaxSpecBytes)
+	if errors.Is(err, fs.ErrNotExist) {
+		return Template{}, missing
+	}
+	if err != nil {
+		return Template{}, fmt.Errorf("template %s: %w", digest, err)
+	}
+	var m meta
+	if err := json.Unmarshal(b, &m); err != nil {
+		return Template{}, fmt.Errorf("template %s: %s: %w", digest, metaFile, err)
+	}
+	if m.Version != storeVersion {
+		return Template{}, kind.Errorf(kind.Conflict, "template %s: version %d, this bivy knows %d", digest, m.Version, storeVersion)
+	}
+	if got, err := templateDigest(m.Image, m.Config); err != nil || got != digest {
+		return Template{}, fmt.Errorf("template %s: %s describes another template (%s)", digest, metaFile, got)
+	}
+	image := digest.Hex() + "/" + m.Image.Hex() + ".erofs"
+	switch fi, err := s.root.Lstat(image); {
+	case errors.Is(err, fs.ErrNotExist):
+		return Template{}, fmt.Errorf("template %s: its image is missing", digest)
+	case err != nil:
+		return Template{}, fmt.Errorf("template %s: %w", digest, err)
+	case fi.Size() != m.ImageBytes:
+		return Template{}, fmt.Errorf("template %s: its image has %d bytes instead of %d", digest, fi.Size(), m.ImageBytes)
+	}
+	return Template{
+		Digest:      digest,
+		ImageDigest: m.Image,
+		Image:       filepath.Join(s.dir, image),
+		ImageBytes:  m.ImageBytes,
+		Dir:         filepath.Join(s.dir, digest.Hex()),
+		Config:      m.Config,
+		Source:      m.Source,
+		Created:     m.Created,
+		Notes:       m.Notes,
+	}, nil
+}
+
+// Get returns a template by name or digest; kind.NotFound when there is none.
+func (s *Store) Get(nameOrDigest string) (Template, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.getLocked(nameOrDigest)
+}
+
+func (s *Store) getLocked(nameOrDigest string) (Template, error) {
+	if d, err := ParseDigest(nameOrDigest); err == nil {
+		return s.load(d)
+	}
+	ref, err := ParseRef(nameOrDigest)
+	if err != nil {
+		return Template{}, err
+	}
+	d, err := s.readDigest(ref.file())
+	if errors.Is(err, fs.ErrNotExist) {
+		return Template{}, kind.Errorf(kind.NotFound, "template %s does not exist", ref).
+			WithHint("bivy template ls shows those that do")
+	}
+	if err != nil {
+		return Template{}, fmt.Errorf("template %s: %w", ref, err)
+	}
+	return s.load(d)
+}
+
+// Listed is a template and what keeps it.
+type Listed struct {
+	Template
+	Names  []Ref    // sorted
+	Leases []string // sorted
+	Broken error    // why it cannot be used; then only Digest is set
+}
+
+// List returns every template, oldest first.
+func (s *Store) List() ([]Listed, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.listLocked()
+}
+
+func (s *Store) listLocked() ([]Listed, error) {
+	digests, err := s.digestsLocked()
+	if err != nil {
+		return nil, err
+	}
+	names, err := s.namesLocked()
+	if err != nil {
+		return nil, err
+	}
+	var out []Listed
+	for _, d := range digests {
+		t, broken := s.load(d)
+		t.Digest = d
+		leases, err := s.leasesLocked(d)
+		if err != nil {
+			return nil, err
+		}
+		out = append(out, Listed{Template: t, Names: names[d], Leases: leases, Broken: broken})
+	}
+	slices.SortStableFunc(out, func(a, b Listed) int { return a.Created.Compare(b.Created) })
+	return out, nil
+}
+
+// digestsLocked returns the templates on disk, sorted.
+func (s *Store) digestsLocked() ([]Digest, error) {
+	entries, err := fs.ReadDir(s.root.FS(), ".")
+	if err != nil {
+		return nil, fmt.Errorf("templates: %w", err)
+	}
+	var out []Digest
+	for _, e := range entries {
+		if e.IsDir() && hex64.MatchString(e.Name()) {
+			out = append(out, Digest("sha256:"+e.Name()))
+		}
+	}
+	return out, nil
+}
+
+// namesLocked returns the names of every template.
+func (s *Store) namesLocked() (map[Digest][]Ref, error) {
+	out := map[Digest][]Ref{}
+	err := fs.WalkDir(s.root.FS(), refsDir, func(name string, d fs.DirEntry, err error) error {
+		if err != nil || d.IsDir() {
+			return err
+		}
+		parts := strings.Split(name, "/")
+		if len(parts) != 4 {
+			return fmt.Errorf("%s is no template name", name)
+		}
+		ref := Ref{Name: parts[2], Tag: parts[3]}
+		if parts[1] != "_" {
+			ref.Name = parts[1] + "/" + parts[2]
+		}
+		digest, err := s.readDigest(name)
+		if err != nil {
+			return err
+		}
+		out[digest] = append(out[digest], ref)
+		return nil
+	})
+	if err != nil {
+		return nil, fmt.Errorf("template names: %w", err)
+	}
+	return out, nil
+}
+
+// SetName gives the template another name; a template that had it loses it.
+func (s *Store) SetName(name string, digest Digest) error {
+	ref, err := ParseRef(name)
+	if err != nil {
+		return err
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if _, err := s.load(digest); err != nil {
+		return err
+	}
+	return s.setNameLocked(ref, digest)
+}
+
+func (s *Store) setNameLocked(ref Ref, digest Digest) error {
+	if err := s.root.MkdirAll(ref.dir(), 0o700); err != nil {
+		return fmt.Errorf("template name %s: %w", ref, err)
+	}
+	if err := s.writeAtomic(ref.file(), []byte(string(digest)+"\n")); err != nil {
+		return fmt.Errorf("template name %s: %w", ref, err)
+	}
+	return nil
+}
+
+// Remove takes a name away, or with a digest removes the template and all its
+// names. A template in use is kind.Conflict. What a removed name leaves
+// without a name or lease is collected by GC.
+func (s *Store) Remove(nameOrDigest string) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	t, err := s.getLocked(nameOrDigest)
+	if err != nil {
+		return err
+	}
+	leases, err := s.leasesLocked(t.Digest)
+	if err != nil {
+		return err
+	}
+	names, err := s.namesLocked()
+	if err != nil {
+		return err
+	}
+	ref, err := ParseRef(nameOrDigest)
+	byName := err == nil
+	if len(leases) > 0 && (!byName || len(names[t.Digest]) == 1) {
+		return kind.Errorf(kind.Conflict, "template %s is in use by %s", nameOrDigest, strings.Join(leases, ", ")).
+			WithHint("end what uses it first")
+	}
+	if byName {
+		return s.removeFile(ref.file())
+	}
+	for _, n := range names[t.Digest] {
+		if err := s.removeFile(n.file()); err != nil {
+			return err
+		}
+	}
+	return s.discardLocked(t.Digest)
+}
+
+// discardLocked removes a template's directory: in one rename for everyone
+// who looks, then file by file.
+func (s *Store) discardLocked(digest Digest) error {
+	trash := tmpDir + "/trash-" + digest.Hex()
+	if err := s.root.RemoveAll(trash); err != nil {
+		return fmt.Errorf("template %s: %w", digest, err)
+	}
+	if err := s.root.Rename(digest.Hex(), trash); err != nil {
+		return fmt.Errorf("template %s: %w", digest, err)
+	}
+	if err := syncDir(s.root, "."); err != nil {
+		return fmt.Errorf("template %s: %w", digest, err)
+	}
+	if err := s.root.RemoveAll(trash); err != nil {
+		return fmt.Errorf("template %s: %w", digest, err)
+	}
+	return nil
+}
+
+// Collected is what a GC removed.
+type Collected struct {
+	Digests []Digest
+	Bytes   int64 // of images that nothing shares any more, at most
+}
+
+// GC removes every template without a name and without a lease, except those
+// younger than the grace period.
+func (s *Store) GC(ctx context.Context) (Collected, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	var out Collected
+	list, err := s.listLocked()
+	if err != nil {
+		return out, err
+	}
+	for _, t := range list {
+		if len(t.Names) > 0 || len(t.Leases) > 0 || s.youngLocked(t.Digest) {
+			continue
+		}
+		if err := ctx.Err(); err != nil {
+			return out, err
+		}
+		if err := s.discardLocked(t.Digest); err != nil {
+			return out, err
+		}
+		out.Digests = append(out.Digests, t.Digest)
+		out.Bytes += t.ImageBytes
+	}
+	return out, s.sweepNames()
+}
+
+// youngLocked reports whether a build has given out digest within the grace
+// period; each does so by touching the template's leases.
+func (s *Store) youngLocked(digest Digest) bool {
+	fi, err := s.root.Stat(digest.Hex() + "/" + leasesDir)
+	if err != nil || s.opts.Grace < 0 {
+		return false
+	}
+	return s.opts.Now().Sub(fi.ModTime()) < s.opts.Grace
+}
