@@ -58,8 +58,20 @@ func Pair() (guest *os.File, host int, err error) {
 	if err != nil {
 		return nil, -1, fmt.Errorf("socket pair for the link: %w", err)
 	}
+	for _, fd := range fds {
+		// The kernel's default holds three packets, and a full wire drops:
+		// TCP would crawl at the pace of its retransmissions. Without
+		// CAP_NET_ADMIN the host's maximum has to do.
+		if err := unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_SNDBUFFORCE, wireBuffer); err != nil {
+			_ = unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_SNDBUF, wireBuffer)
+		}
+	}
 	return os.NewFile(uintptr(fds[0]), "link guest end"), fds[1], nil
 }
+
+// wireBuffer is what may be in flight in one direction, in bytes of kernel
+// memory; none of it is held while the wire is idle.
+const wireBuffer = 4 << 20
 
 // Open takes the host's end of a wire, which the Link owns from here on, also
 // when Open fails.

@@ -7,6 +7,7 @@
 package sentry
 
 import (
+	"fmt"
 	"os"
 	"runtime"
 	"runtime/debug"
@@ -20,6 +21,8 @@ import (
 	"gvisor.dev/gvisor/runsc/cmd"
 	"gvisor.dev/gvisor/runsc/cmd/sentry/sentrycmd"
 	"gvisor.dev/gvisor/runsc/cmd/util"
+
+	"bivy/internal/driver/gvisor/bootflags"
 )
 
 //go:generate env CGO_ENABLED=0 go run ./gen
@@ -37,6 +40,14 @@ const gcPercent = 50
 func Main() {
 	if slices.Contains(os.Args, "boot") {
 		bootFast()
+		args, err := bootflags.Apply(os.Args)
+		if err != nil {
+			// Loudly: a guest that sees other limits than it has would
+			// misbehave later.
+			fmt.Fprintln(os.Stderr, "bivy-sentry:", err)
+			os.Exit(128)
+		}
+		os.Args = args
 	}
 	UsePrecompiled()
 	const internal = "internal use only"

@@ -1,0 +1,65 @@
+// Package bootflags hands flags from the driver to the sentry that it starts
+// through runsc, which has no way for it: they lie in the sandbox's bundle.
+//
+// runsc takes the guest's view of memory and processors from its own cgroup
+// code, which bivy does not use.
+package bootflags
+
+import (
+	"encoding/json"
+	"errors"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+)
+
+const file = "boot-flags.json"
+
+// Write puts flags, each "--name=value", into a bundle.
+func Write(bundle string, flags []string) error {
+	b, err := json.Marshal(flags)
+	if err != nil {
+		return err
+	}
+	// For everyone: the sentry is not root.
+	return os.WriteFile(filepath.Join(bundle, file), b, 0o644)
+}
+
+// Apply returns the arguments of a sentry with the flags of its bundle in
+// place of those of the same names; without such a file, args as they are.
+func Apply(args []string) ([]string, error) {
+	bundle := ""
+	for _, a := range args {
+		if b, ok := strings.CutPrefix(a, "--bundle="); ok {
+			bundle = b
+		}
+	}
+	b, err := os.ReadFile(filepath.Join(bundle, file))
+	if errors.Is(err, fs.ErrNotExist) {
+		return args, nil
+	}
+	if err != nil {
+		return nil, err
+	}
+	var flags []string
+	if err := json.Unmarshal(b, &flags); err != nil {
+		return nil, err
+	}
+	return replace(args, flags), nil
+}
+
+func replace(args, flags []string) []string {
+	boot := slices.Index(args, "boot")
+	out := append(slices.Clone(args[:boot+1]), flags...)
+	for i := boot + 1; i < len(args); i++ {
+		name, _, joined := strings.Cut(args[i], "=")
+		if !slices.ContainsFunc(flags, func(f string) bool { return strings.HasPrefix(f, name+"=") }) {
+			out = append(out, args[i])
+		} else if !joined {
+			i++ // its value was the next argument
+		}
+	}
+	return out
+}

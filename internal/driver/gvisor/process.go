@@ -1,0 +1,233 @@
+package gvisor
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"bivy/internal/driver"
+	"bivy/internal/kind"
+	"bivy/internal/session"
+)
+
+// process is a sentry, held by a pidfd that cannot come to mean another.
+type process struct {
+	Pid   int
+	pidfd *os.File
+}
+
+// open takes hold of process pid as it is now.
+func open(pid int) (*process, error) {
+	fd, err := unix.PidfdOpen(pid, unix.PIDFD_NONBLOCK)
+	if err != nil {
+		return nil, fmt.Errorf("process %d: %w", pid, err)
+	}
+	return &process{Pid: pid, pidfd: os.NewFile(uintptr(fd), "pidfd")}, nil
+}
+
+// wait returns when the process has died. It holds no thread meanwhile.
+func (p *process) wait() error {
+	raw, err := p.pidfd.SyscallConn()
+	if err != nil {
+		return err
+	}
+	var pollErr error
+	err = raw.Read(func(fd uintptr) bool {
+		fds := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}
+		n, err := unix.Poll(fds, 0)
+		if errors.Is(err, unix.EINTR) {
+			return false
+		}
+		pollErr = err
+		return err != nil || n > 0
+	})
+	return errors.Join(err, pollErr)
+}
+
+// kill ends the process and waits for its death.
+func (p *process) kill(ctx context.Context) error {
+	defer p.pidfd.Close()
+	raw, err := p.pidfd.SyscallConn()
+	if err != nil {
+		return err
+	}
+	var killErr error
+	if err := raw.Control(func(fd uintptr) { killErr = unix.PidfdSendSignal(int(fd), unix.SIGKILL, nil, 0) }); err != nil {
+		return err
+	}
+	if killErr != nil && !errors.Is(killErr, unix.ESRCH) {
+		return fmt.Errorf("kill process %d: %w", p.Pid, killErr)
+	}
+	if limit, ok := ctx.Deadline(); ok {
+		if err := p.pidfd.SetReadDeadline(limit); err != nil {
+			return err
+		}
+	}
+	return p.wait()
+}
+
+// watch follows the sentry from now on: when it dies it is reaped, if it is a
+// child of ours, and the sandbox has ended. Called with mu held.
+func (s *sandbox) watch(pid int, child bool) error {
+	p, err := open(pid)
+	if err != nil {
+		return kind.Wrap(kind.Unavailable, fmt.Errorf("sandbox %s died while starting: %w", s.id, err))
+	}
+	s.proc = p
+	// Ends with the sentry; Destroy kills it and waits on ended.
+	go func() {
+		if err := p.wait(); err != nil {
+			s.d.log.Error("watching a sandbox", "sandbox", s.id, "error", err)
+		}
+		p.pidfd.Close()
+		exit := driver.Exit{Code: -1, At: time.Now()}
+		if child {
+			exit.Code, exit.Signal = reap(pid)
+		}
+		if st, err := s.group.Stats(); err == nil {
+			exit.OOM = st.OOMKills > 0
+		}
+		s.exit = exit
+		close(s.ended)
+		// Whoever talks to a dead guest would wait for ever. Only after ended,
+		// which a destroyer waits for with the lock held.
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		if s.proc == p && s.link != nil {
+			s.link.Close()
+		}
+	}()
+	return nil
+}
+
+// reap collects a dead child. A code of -1 means that somebody else did.
+func reap(pid int) (code, signal int) {
+	var ws unix.WaitStatus
+	for {
+		_, err := unix.Wait4(pid, &ws, 0, nil)
+		switch {
+		case errors.Is(err, unix.EINTR):
+			continue
+		case err != nil:
+			return -1, 0
+		case ws.Signaled():
+			return -1, int(ws.Signal())
+		}
+		return ws.ExitStatus(), 0
+	}
+}
+
+// strays finds sentry processes of this driver's root by the marks on them:
+// our binary, our root, the sandbox's id as last argument; all ids when id is
+// empty. A start that was cut short may have left one outside every group and
+// without a state file.
+func (d *Driver) strays(id session.SandboxID) ([]*process, error) {
+	ids, err := d.scan()
+	if err != nil {
+		return nil, err
+	}
+	var found []*process
+	for pid, owner := range ids {
+		if id != "" && owner != id {
+			continue
+		}
+		p, err := open(pid)
+		if err != nil {
+			continue // ended by itself meanwhile
+		}
+		// Looked at again through what is now held: the pid may have passed
+		// to another process in between.
+		if again, ok := d.owner(pid); !ok || again != owner {
+			p.pidfd.Close()
+			continue
+		}
+		found = append(found, p)
+	}
+	return found, nil
+}
+
+// scan lists the sentries of this root, by pid.
+func (d *Driver) scan() (map[int]session.SandboxID, error) {
+	entries, err := os.ReadDir("/proc")
+	if err != nil {
+		return nil, err
+	}
+	found := map[int]session.SandboxID{}
+	for _, e := range entries {
+		pid, err := strconv.Atoi(e.Name())
+		if err != nil {
+			continue
+		}
+		if id, ok := d.owner(pid); ok {
+			found[pid] = id
+		}
+	}
+	return found, nil
+}
+
+// owner reads whose sentry a process is, if it is one of ours. Guests cannot
+// fake it: their processes have no command line on the host but the stub's.
+func (d *Driver) owner(pid int) (session.SandboxID, bool) {
+	b, err := os.ReadFile(filepath.Join("/proc", strconv.Itoa(pid), "cmdline"))
+	if err != nil || len(b) == 0 {
+		return "", false
+	}
+	args := strings.Split(strings.TrimSuffix(string(b), "\x00"), "\x00")
+	if args[0] != "runsc-sandbox" {
+		return "", false
+	}
+	id := session.SandboxID(args[len(args)-1])
+	for _, a := range args {
+		if a == "--root="+d.stateDir() {
+			_, _, err := id.Split()
+			return id, err == nil
+		}
+	}
+	return "", false
+}
+
+// List implements driver.Driver: the union of processes, groups, bundles and
+// runsc's own state.
+func (d *Driver) List(ctx context.Context) ([]driver.Found, error) {
+	running, err := d.scan()
+	if err != nil {
+		return nil, err
+	}
+	all := map[session.SandboxID]bool{}
+	for _, id := range running {
+		all[id] = true
+	}
+	var names []string
+	for _, dir := range []string{d.bundles(), d.relinks()} {
+		entries, err := os.ReadDir(dir)
+		if err != nil && !errors.Is(err, fs.ErrNotExist) {
+			return nil, err
+		}
+		for _, e := range entries {
+			names = append(names, e.Name())
+		}
+	}
+	groups, err := d.host.List()
+	if err != nil {
+		return nil, err
+	}
+	for _, name := range append(names, groups...) {
+		id := session.SandboxID(name)
+		if _, _, err := id.Split(); err == nil && !all[id] {
+			all[id] = false
+		}
+	}
+	found := make([]driver.Found, 0, len(all))
+	for id, up := range all {
+		found = append(found, driver.Found{ID: id, Running: up})
+	}
+	return found, ctx.Err()
+}

@@ -1,0 +1,234 @@
+package gvisor
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"sync"
+	"time"
+
+	"golang.org/x/sys/unix"
+	"gvisor.dev/gvisor/pkg/control/client"
+	"gvisor.dev/gvisor/pkg/urpc"
+	"gvisor.dev/gvisor/runsc/boot"
+	"gvisor.dev/gvisor/runsc/container"
+	runsc "gvisor.dev/gvisor/runsc/sandbox"
+
+	"bivy/internal/cgroup"
+	"bivy/internal/driver"
+	"bivy/internal/kind"
+	"bivy/internal/link"
+	"bivy/internal/session"
+)
+
+// handleVersion is the version of handleState.
+const handleVersion = 1
+
+// handleState is what a later process needs: how the sandbox was asked for,
+// so that it can be made again around a checkpoint. Which process it is, the
+// process itself says (owner), since a relink changes it.
+type handleState struct {
+	Request driver.StartRequest `json:"request"`
+}
+
+// sandbox is one incarnation as this process knows it.
+type sandbox struct {
+	d     *Driver
+	id    session.SandboxID
+	req   driver.StartRequest
+	group *cgroup.Group
+
+	mu     sync.Mutex // one operation at a time; guards what follows
+	runsc  *runsc.Sandbox
+	link   *link.Link
+	proc   *process
+	paused bool
+
+	ended chan struct{} // closed once the sentry is dead and reaped
+	exit  driver.Exit   // valid after ended
+}
+
+func newSandbox(d *Driver, req driver.StartRequest) *sandbox {
+	return &sandbox{d: d, id: req.ID, req: req, group: d.host.Group(string(req.ID)), ended: make(chan struct{})}
+}
+
+func (s *sandbox) alive() bool {
+	select {
+	case <-s.ended:
+		return false
+	default:
+		return s.link != nil
+	}
+}
+
+// start makes everything of the sandbox; the caller destroys it when it
+// fails. Called with mu held.
+func (s *sandbox) start(ctx context.Context, snapshot string) (driver.Handle, error) {
+	bundle := s.d.bundle(s.id)
+	oci := spec(s.req, bundle)
+	if err := writeBundle(bundle, oci, s.req.Limits); err != nil {
+		return driver.Handle{}, hostError(fmt.Errorf("bundle of %s: %w", s.id, err))
+	}
+	limits := cgroup.Limits{CPUMillis: s.req.Limits.CPUMillis, MemoryBytes: s.req.Limits.MemoryBytes, PIDs: s.req.Limits.PIDs}
+	if err := s.group.Create(limits); err != nil {
+		return driver.Handle{}, hostError(fmt.Errorf("limits of %s: %w", s.id, err))
+	}
+	c, err := container.New(s.d.conf, container.Args{ID: string(s.id), Spec: oci, BundleDir: bundle})
+	if err != nil {
+		return driver.Handle{}, hostError(fmt.Errorf("sandbox %s: %w", s.id, err))
+	}
+	s.runsc = c.Sandbox
+	if err := s.watch(c.Sandbox.Pid.Load(), true); err != nil {
+		return driver.Handle{}, err
+	}
+	// Before anything of the guest runs; what is made later is born inside.
+	if err := s.group.PlaceTree(s.proc.Pid); err != nil {
+		return driver.Handle{}, fmt.Errorf("limits of %s: %w", s.id, err)
+	}
+	if err := ctx.Err(); err != nil {
+		return driver.Handle{}, err
+	}
+	if err := s.run(c, snapshot); err != nil {
+		return driver.Handle{}, err
+	}
+	if err := ctx.Err(); err != nil {
+		return driver.Handle{}, err
+	}
+	state, err := json.Marshal(handleState{Request: s.req})
+	if err != nil {
+		return driver.Handle{}, err
+	}
+	return driver.Handle{Sandbox: s.id, Driver: Name, Version: handleVersion, State: state}, nil
+}
+
+// run starts the guest, on a new wire.
+func (s *sandbox) run(c *container.Container, snapshot string) error {
+	guestEnd, hostEnd, err := link.Pair()
+	if err != nil {
+		return err
+	}
+	defer guestEnd.Close()
+	if s.link, err = link.Open(hostEnd); err != nil {
+		return err
+	}
+	args := networkArgs(guestEnd, snapshot != "")
+	if snapshot != "" {
+		if err := c.Sandbox.Restore(s.d.conf, c.Spec, c.ID, snapshot, false, false, args); err != nil {
+			return fmt.Errorf("restore %s: %w", s.id, s.explain(err))
+		}
+		return nil
+	}
+	conn, err := client.ConnectTo(c.Sandbox.ControlSocketPath)
+	if err != nil {
+		return fmt.Errorf("control socket of %s: %w", s.id, err)
+	}
+	defer conn.Close()
+	// What Container.Start does, but with our wire instead of its none.
+	if err := conn.Call(boot.ContMgrSetNetworkArgs, args, nil); err != nil {
+		return fmt.Errorf("link of %s: %w", s.id, err)
+	}
+	if err := conn.Call(boot.ContMgrRootContainerStart, &c.ID, nil); err != nil {
+		return fmt.Errorf("start %s: %w", s.id, s.explain(err))
+	}
+	return nil
+}
+
+// explain adds what the kernel's memory limit did to a failure it explains.
+func (s *sandbox) explain(err error) error {
+	if st, statErr := s.group.Stats(); statErr == nil && st.OOMKills > 0 {
+		return kind.Errorf(kind.Exhausted, "its memory limit of %d MiB is too small to start in: %w", s.req.Limits.MemoryBytes>>20, err).
+			WithField("resources.memory_mib").WithHint("allow more memory")
+	}
+	return err
+}
+
+// hostError gives an error of the host's the kind that its cause has.
+func hostError(err error) error {
+	if errors.Is(err, unix.ENOSPC) || errors.Is(err, unix.EDQUOT) || errors.Is(err, unix.EAGAIN) || errors.Is(err, unix.ENOMEM) {
+		return kind.Errorf(kind.Exhausted, "%w", err).WithHint("free disk, memory or processes on this host")
+	}
+	return err
+}
+
+// networkArgs describes the guest's interfaces: a loopback, and eth0 on the
+// wire.
+func networkArgs(guestEnd *os.File, restore bool) *boot.CreateLinksAndRoutesArgs {
+	gateway := link.Gateway.AsSlice()
+	return &boot.CreateLinksAndRoutesArgs{
+		FilePayload:   urpc.FilePayload{Files: []*os.File{guestEnd}},
+		LoopbackLinks: []boot.LoopbackLink{boot.DefaultLoopbackLink},
+		FDBasedLinks: []boot.FDBasedLink{{
+			Name: "eth0", MTU: link.MTU, NumChannels: 1, ProcessorsPerChannel: 1,
+			Addresses:         []boot.IPWithPrefix{{Address: link.Guest.AsSlice(), PrefixLen: link.PrefixBits}},
+			Routes:            []boot.Route{wireRoute()},
+			RXChecksumOffload: true, TXChecksumOffload: true,
+		}},
+		Defaultv4Gateway: boot.DefaultRoute{Name: "eth0", Route: boot.Route{Destination: everywhere(), Gateway: gateway}},
+		IsRestore:        restore,
+	}
+}
+
+// destroy removes everything of the sandbox and proves it; it may be called
+// in any state and again. Called with mu held.
+func (s *sandbox) destroy(ctx context.Context) error {
+	if s.link != nil {
+		s.link.Close()
+	}
+	ctx, cancel := context.WithTimeout(ctx, killLimit)
+	defer cancel()
+	if err := s.killAll(ctx); err != nil {
+		return err // alive: its id, files and group stay reserved
+	}
+	var errs []error
+	errs = append(errs, s.removeState(), os.RemoveAll(s.d.relinkDir(s.id)), s.group.Remove())
+	// Last: as long as the bundle is there, the id is claimed and listed.
+	if err := errors.Join(errs...); err != nil {
+		return err
+	}
+	return os.RemoveAll(s.d.bundle(s.id))
+}
+
+// killLimit bounds how long a kill waits for the kernel.
+const killLimit = 30 * time.Second
+
+// killAll kills by group and, for a sandbox whose start was cut short before
+// it was in its group, by the marks on the process itself.
+func (s *sandbox) killAll(ctx context.Context) error {
+	strays, err := s.d.strays(s.id)
+	if err != nil {
+		return err
+	}
+	for _, p := range strays {
+		if err := p.kill(ctx); err != nil {
+			return err
+		}
+	}
+	if err := s.group.Kill(ctx); err != nil {
+		return err
+	}
+	if s.proc == nil {
+		return nil
+	}
+	select { // reaped too: no zombie is left behind
+	case <-s.ended:
+		return nil
+	case <-ctx.Done():
+		return fmt.Errorf("sandbox %s: process %d does not end: %w", s.id, s.proc.Pid, ctx.Err())
+	}
+}
+
+// removeState deletes what runsc keeps for the sandbox.
+func (s *sandbox) removeState() error {
+	paths, err := filepath.Glob(filepath.Join(s.d.stateDir(), "*"+string(s.id)+"*"))
+	if err != nil {
+		return err
+	}
+	var errs []error
+	for _, p := range paths {
+		errs = append(errs, os.RemoveAll(p))
+	}
+	return errors.Join(errs...)
+}

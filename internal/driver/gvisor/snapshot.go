@@ -1,0 +1,126 @@
+package gvisor
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+
+	"golang.org/x/sys/unix"
+	"gvisor.dev/gvisor/pkg/sentry/state/checkpointfiles"
+	"gvisor.dev/gvisor/pkg/state/statefile"
+	runsc "gvisor.dev/gvisor/runsc/sandbox"
+
+	"bivy/internal/kind"
+	"bivy/internal/session"
+)
+
+// Pause implements driver.Pauser.
+func (d *Driver) Pause(ctx context.Context, id session.SandboxID) error {
+	s, err := d.find(id)
+	if err != nil {
+		return err
+	}
+	defer s.mu.Unlock()
+	return s.setPaused(true)
+}
+
+// Resume implements driver.Pauser.
+func (d *Driver) Resume(ctx context.Context, id session.SandboxID) error {
+	s, err := d.find(id)
+	if err != nil {
+		return err
+	}
+	defer s.mu.Unlock()
+	return s.setPaused(false)
+}
+
+func (s *sandbox) setPaused(want bool) error {
+	if s.paused == want {
+		return nil
+	}
+	call := s.runsc.Resume
+	if want {
+		call = s.runsc.Pause
+	}
+	if err := call(string(s.id)); err != nil {
+		return err
+	}
+	s.paused = want
+	return nil
+}
+
+// Checkpoint implements driver.Checkpointer.
+func (d *Driver) Checkpoint(ctx context.Context, id session.SandboxID, dir string, leave bool) error {
+	s, err := d.find(id)
+	if err != nil {
+		return err
+	}
+	defer s.mu.Unlock()
+	return s.checkpoint(ctx, dir, leave)
+}
+
+// checkpointSlack is the disk a checkpoint needs beside guest memory.
+const checkpointSlack = 64 << 20
+
+func (s *sandbox) checkpoint(ctx context.Context, dir string, leave bool) error {
+	if entries, err := os.ReadDir(dir); err != nil || len(entries) > 0 {
+		return kind.Errorf(kind.Invalid, "checkpoint directory %s must exist and be empty (%d entries): %w", dir, len(entries), err)
+	}
+	// gVisor may truncate a page file silently on a full disk.
+	if err := s.roomFor(dir); err != nil {
+		return err
+	}
+	if err := s.setPaused(false); err != nil { // a paused kernel cannot quiesce
+		return err
+	}
+	err := s.runsc.Checkpoint(s.d.conf, string(s.id), dir, runsc.CheckpointOpts{Compression: statefile.CompressionLevelNone, Resume: leave})
+	if err == nil {
+		err = complete(dir)
+	}
+	if err != nil {
+		return errors.Join(fmt.Errorf("checkpoint %s: %w", s.id, err), empty(dir))
+	}
+	return ctx.Err()
+}
+
+func (s *sandbox) roomFor(dir string) error {
+	st, err := s.group.Stats()
+	if err != nil {
+		return err
+	}
+	var fs unix.Statfs_t
+	if err := unix.Statfs(dir, &fs); err != nil {
+		return fmt.Errorf("checkpoint directory: %w", err)
+	}
+	if free := int64(fs.Bavail) * fs.Bsize; free < st.MemoryBytes+checkpointSlack {
+		return kind.Errorf(kind.Exhausted, "a checkpoint of %s needs %d MiB, %s has %d MiB free", s.id, (st.MemoryBytes+checkpointSlack)>>20, dir, free>>20).
+			WithHint("free disk space on this host")
+	}
+	return nil
+}
+
+// complete checks that every file of a checkpoint is there and on disk.
+func complete(dir string) error {
+	for _, name := range []string{checkpointfiles.StateFileName, checkpointfiles.PagesMetadataFileName, checkpointfiles.PagesFileName} {
+		f, err := os.Open(filepath.Join(dir, name))
+		if err != nil {
+			return err
+		}
+		err = f.Sync()
+		f.Close()
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func empty(dir string) error {
+	entries, err := os.ReadDir(dir)
+	for _, e := range entries {
+		err = errors.Join(err, os.RemoveAll(filepath.Join(dir, e.Name())))
+	}
+	return err
+}
