@@ -466,7 +466,7 @@ const (
 // Is makes errors.Is(err, &Error{Code: …}) compare codes.
 func (e *Error) Is(target error) bool {
 	t, ok := target.(*Error)
-	return ok && t.Code == e.Code && *t == Error{Code: t.Code}
+	return ok && t.Code == e.Code
 }
 
 // unexpected describes an answer that is not bivy's.

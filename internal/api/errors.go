@@ -47,7 +47,7 @@ const maxErrorText = 4 << 10
 func wireError(err error, request string) client.Error {
 	k := kind.Of(err)
 	e := client.Error{Code: k.String(), Hint: cutText(kind.Hint(err), maxErrorText), RequestID: request,
-		Field: cutText(kind.Field(err), 256), ExitCode: lifecycle.ExitCodeOf(err)}
+		Field: cutText(kind.Field(err), 256), ExitCode: exitCodeOf(err)}
 	if k == kind.Internal {
 		e.Message, e.Field = "internal error", ""
 		if e.Hint == "" {
@@ -58,6 +58,16 @@ func wireError(err error, request string) client.Error {
 	// The field has its own place; the text is not to begin with it again.
 	e.Message = cutText(strings.TrimPrefix(err.Error(), kind.Field(err)+": "), maxErrorText)
 	return e
+}
+
+// exitCodeOf returns the exit code a shell gives for a command that was
+// refused with err, or 0.
+func exitCodeOf(err error) int {
+	var e interface{ ExitCode() int }
+	if errors.As(err, &e) {
+		return e.ExitCode()
+	}
+	return lifecycle.ExitCodeOf(err)
 }
 
 func cutText(s string, limit int) string {

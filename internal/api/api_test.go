@@ -1,0 +1,580 @@
+package api_test
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"net/http/httptest"
+	"runtime"
+	"strings"
+	"testing"
+	"time"
+
+	"bivy/client"
+	"bivy/internal/api"
+	"bivy/internal/api/apitest"
+	"bivy/internal/audit"
+)
+
+// server is a server on a Backend, and a client with an admin's key.
+type server struct {
+	*client.Client
+	b   *apitest.Backend
+	url string
+	ts  *httptest.Server
+}
+
+func serve(t *testing.T) *server {
+	t.Helper()
+	b := apitest.New(t.TempDir())
+	h, err := b.Handler()
+	if err != nil {
+		t.Fatal(err)
+	}
+	ts := httptest.NewUnstartedServer(h)
+	ts.Config = api.NewServer(h, nil)
+	ts.Start()
+	s := &server{b: b, url: ts.URL, ts: ts}
+	s.Client = s.as(t, apitest.AdminSecret)
+	t.Cleanup(func() {
+		for info, err := range s.Sessions(context.Background(), client.ListOptions{}) {
+			if err != nil {
+				t.Error(err)
+				break
+			}
+			if _, err := s.Session(info.ID).End(context.Background()); err != nil {
+				t.Error(err)
+			}
+		}
+		s.Client.Close()
+		ts.Close()
+	})
+	return s
+}
+
+func (s *server) as(t *testing.T, key string) *client.Client {
+	t.Helper()
+	c, err := client.New(client.Options{URL: s.url, Key: key})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(c.Close)
+	return c
+}
+
+func (s *server) session(t *testing.T) *client.Session {
+	t.Helper()
+	sess, err := s.CreateSession(t.Context(), client.CreateSession{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return sess
+}
+
+// raw makes a request that no client would.
+func (s *server) raw(t *testing.T, method, path, contentType, body string, header ...string) (int, client.Error, http.Header) {
+	t.Helper()
+	req, err := http.NewRequestWithContext(t.Context(), method, s.url+path, strings.NewReader(body))
+	if err != nil {
+		t.Fatal(err)
+	}
+	req.Header.Set("Authorization", "Bearer "+apitest.AdminSecret)
+	if contentType != "" {
+		req.Header.Set("Content-Type", contentType)
+	}
+	for i := 0; i < len(header); i += 2 {
+		if header[i] == "Host" {
+			req.Host = header[i+1]
+		}
+		req.Header.Set(header[i], header[i+1])
+	}
+	resp, err := s.ts.Client().Do(req)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer resp.Body.Close()
+	b, err := io.ReadAll(resp.Body)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var e client.Error
+	if resp.StatusCode >= 400 {
+		if err := json.Unmarshal(b, &e); err != nil {
+			t.Fatalf("%s %s: %d %q is not an error of this interface", method, path, resp.StatusCode, b)
+		}
+		if e.RequestID == "" || e.RequestID != resp.Header.Get("Bivy-Request-Id") {
+			t.Errorf("%s %s: request id %q in the body, %q in the header", method, path, e.RequestID, resp.Header.Get("Bivy-Request-Id"))
+		}
+	}
+	return resp.StatusCode, e, resp.Header
+}
+
+func TestLife(t *testing.T) {
+	s := serve(t)
+	ctx := t.Context()
+	key := client.NewIdempotencyKey()
+	spec := client.CreateSession{Spec: client.Spec{Template: "base", Labels: map[string]string{"job": "7"}}, OnBehalfOf: "ann"}
+	sess, err := s.CreateSessionWith(ctx, spec, client.CreateOptions{IdempotencyKey: key})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if sess.Info.State != client.Running || sess.Info.Owner.OnBehalfOf != "ann" || len(sess.Timing) == 0 {
+		t.Errorf("created %+v, timing %v", sess.Info, sess.Timing)
+	}
+	again, err := s.CreateSessionWith(ctx, spec, client.CreateOptions{IdempotencyKey: key})
+	if err != nil || again.ID != sess.ID || len(again.Timing) != 0 {
+		t.Errorf("the same create again: %+v, %v; want session %s", again, err, sess.ID)
+	}
+	spec.Template = "slow"
+	if _, err := s.CreateSessionWith(ctx, spec, client.CreateOptions{IdempotencyKey: key}); !errors.Is(err, &client.Error{Code: client.CodeConflict}) {
+		t.Errorf("the key for another request: %v; want a conflict", err)
+	}
+	info, err := sess.SetTimeout(ctx, 1500*time.Millisecond)
+	if err != nil || time.Until(info.Deadline) > 2*time.Second {
+		t.Errorf("timeout: %v, deadline %v", err, info.Deadline)
+	}
+	if st, err := sess.Stats(ctx); err != nil || st.MemoryBytes == 0 {
+		t.Errorf("stats: %+v, %v", st, err)
+	}
+	res, err := sess.Run(ctx, client.Command{Argv: []string{"sh", "-c", "printf out; printf err >&2; exit 7"}})
+	if err != nil || string(res.Stdout) != "out" || string(res.Stderr) != "err" || res.Status() != 7 {
+		t.Errorf("run: %+v, %v", res, err)
+	}
+	info, err = sess.End(ctx)
+	if err != nil || info.State != client.Ended || info.Reason != "requested" {
+		t.Errorf("end: %+v, %v", info, err)
+	}
+	if _, err := sess.End(ctx); err != nil {
+		t.Errorf("end again: %v", err)
+	}
+	var last client.Event
+	for ev, err := range sess.Events(ctx, 0) {
+		if err != nil {
+			t.Fatal(err)
+		}
+		if ev.Seq != last.Seq+1 {
+			t.Errorf("event %d follows %d", ev.Seq, last.Seq)
+		}
+		last = ev
+	}
+	if last.Action != string(audit.SessionEnded) {
+		t.Errorf("the record ends with %s", last.Action)
+	}
+	r, err := sess.Record(ctx)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer r.Close()
+	report, err := audit.Verify(r, []audit.PublicKey{s.b.PublicKey()}, audit.VerifyOptions{})
+	if err != nil || !report.Sealed {
+		t.Errorf("the record does not verify: %+v, %v", report, err)
+	}
+	if _, err := sess.Run(ctx, client.Command{Argv: []string{"true"}}); !errors.Is(err, &client.Error{Code: client.CodeConflict}) {
+		t.Errorf("run in an ended session: %v; want a conflict", err)
+	}
+}
+
+func TestPaging(t *testing.T) {
+	s := serve(t)
+	for range 5 {
+		s.session(t)
+	}
+	n := 0
+	for _, err := range s.Sessions(t.Context(), client.ListOptions{Limit: 2, States: []client.State{client.Running}}) {
+		if err != nil {
+			t.Fatal(err)
+		}
+		n++
+	}
+	if n != 5 {
+		t.Errorf("%d sessions listed, want 5", n)
+	}
+}
+
+func TestFollow(t *testing.T) {
+	s := serve(t)
+	sess := s.session(t)
+	var actions []string
+	for ev, err := range sess.Follow(t.Context(), 0) {
+		if err != nil {
+			t.Fatal(err)
+		}
+		actions = append(actions, ev.Action)
+		if ev.Action == string(audit.SessionRunning) {
+			if _, err := sess.End(t.Context()); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	if got := strings.Join(actions, " "); got != "session.created session.running session.ending session.ended" {
+		t.Errorf("followed %s", got)
+	}
+}
+
+func TestProgress(t *testing.T) {
+	s := serve(t)
+	var news []client.Progress
+	o := client.CreateOptions{Progress: func(p client.Progress) { news = append(news, p) }}
+	if _, err := s.CreateSessionWith(t.Context(), client.CreateSession{Spec: client.Spec{Template: "slow"}}, o); err != nil {
+		t.Fatal(err)
+	}
+	if len(news) == 0 || news[0].Total != 3 {
+		t.Errorf("news %v", news)
+	}
+	_, err := s.CreateSessionWith(t.Context(), client.CreateSession{Spec: client.Spec{Template: "slow-broken"}}, o)
+	if !errors.Is(err, &client.Error{Code: client.CodeExhausted}) {
+		t.Errorf("a create that fails after news: %v", err)
+	}
+	_, err = s.CreateSessionWith(t.Context(), client.CreateSession{Spec: client.Spec{Template: "missing"}}, o)
+	var e *client.Error
+	if !errors.As(err, &e) || e.Status != 404 || e.Field != "template" || e.Hint == "" {
+		t.Errorf("a create that fails before news: %#v", err)
+	}
+}
+
+func TestCommandErrors(t *testing.T) {
+	s := serve(t)
+	sess := s.session(t)
+	for _, tc := range []struct {
+		name string
+		cmd  client.Command
+		code string
+		want string // field
+		exit int
+	}{
+		{"nothing", client.Command{}, client.CodeInvalid, "argv", 0},
+		{"not found", client.Command{Argv: []string{"/no/such"}}, client.CodeInvalid, "argv", 127},
+		{"not executable", client.Command{Argv: []string{"/etc/passwd"}}, client.CodeInvalid, "argv", 126},
+		{"cwd", client.Command{Argv: []string{"true"}, Cwd: "/nowhere"}, client.CodeInvalid, "cwd", 0},
+		{"NUL", client.Command{Argv: []string{"echo", "a\x00b"}}, client.CodeInvalid, "argv", 0},
+		{"timeout", client.Command{Argv: []string{"true"}, TimeoutSeconds: -1}, client.CodeInvalid, "timeout_seconds", 0},
+		{"disconnect", client.Command{Argv: []string{"true"}, OnDisconnect: "explode"}, client.CodeInvalid, "on_disconnect", 0},
+		{"10 MB environment", client.Command{Argv: []string{"true"}, Env: map[string]string{"BIG": strings.Repeat("x", 10<<20)}}, client.CodeInvalid, "env", 0},
+		{"env above the limit", client.Command{Argv: []string{"true"}, Env: map[string]string{"BIG": strings.Repeat("x", 200<<10)}}, client.CodeInvalid, "env", 0},
+	} {
+		for _, duplex := range []bool{false, true} {
+			t.Run(fmt.Sprintf("%s/duplex=%t", tc.name, duplex), func(t *testing.T) {
+				tc.cmd.Stdin = duplex
+				_, err := sess.Start(t.Context(), tc.cmd)
+				var e *client.Error
+				if !errors.As(err, &e) {
+					t.Fatalf("%T %v; want an *Error", err, err)
+				}
+				if e.Code != tc.code || e.Field != tc.want || e.ExitCode != tc.exit {
+					t.Errorf("code %s, field %q, exit %d (%s); want %s, %q, %d", e.Code, e.Field, e.ExitCode, e.Message, tc.code, tc.want, tc.exit)
+				}
+			})
+		}
+	}
+}
+
+func TestStreams(t *testing.T) {
+	s := serve(t)
+	sess := s.session(t)
+	ctx := t.Context()
+
+	t.Run("stdin until its end", func(t *testing.T) {
+		p, err := sess.Start(ctx, client.Command{Argv: []string{"cat"}, Stdin: true})
+		if err != nil {
+			t.Fatal(err)
+		}
+		in := bytes.Repeat([]byte{0, 1, 255, '\n'}, 300<<10)
+		go func() {
+			p.Write(in)
+			p.CloseStdin()
+		}()
+		var out bytes.Buffer
+		exit, err := p.Wait(&out, nil)
+		if err != nil || exit.Status() != 0 || !bytes.Equal(out.Bytes(), in) {
+			t.Errorf("exit %+v, %v; %d bytes came back of %d", exit, err, out.Len(), len(in))
+		}
+		if _, err := p.Next(); !errors.Is(err, io.EOF) {
+			t.Errorf("after the end: %v", err)
+		}
+	})
+	t.Run("no stdin", func(t *testing.T) {
+		res, err := sess.Run(ctx, client.Command{Argv: []string{"cat"}})
+		if err != nil || res.Status() != 0 || len(res.Stdout) != 0 {
+			t.Errorf("%+v, %v", res, err)
+		}
+	})
+	t.Run("a command that does not read, and a signal that overtakes", func(t *testing.T) {
+		p, err := sess.Start(ctx, client.Command{Argv: []string{"sleep", "100"}, Stdin: true})
+		if err != nil {
+			t.Fatal(err)
+		}
+		done := make(chan struct{})
+		go func() {
+			defer close(done)
+			p.Write(make([]byte, 4<<20))
+		}()
+		if err := p.Signal(ctx, 15); err != nil {
+			t.Fatal(err)
+		}
+		exit, err := p.Wait(nil, nil)
+		if err != nil || exit.Signal != 15 || exit.Status() != 143 {
+			t.Errorf("%+v, %v", exit, err)
+		}
+		<-done
+	})
+	t.Run("terminal", func(t *testing.T) {
+		p, err := sess.Start(ctx, client.Command{Argv: []string{"sh", "-c", "stty size; read x; stty size; test -t 0 && echo tty"}, PTY: &client.Size{Cols: 80, Rows: 24}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		var out strings.Builder
+		resized := false
+		for {
+			ev, err := p.Next()
+			if err != nil {
+				t.Fatal(err)
+			}
+			if ev.Type == client.FrameEnd {
+				break
+			}
+			out.Write(ev.Data)
+			if !resized && strings.Contains(out.String(), "24 80") {
+				resized = true
+				if err := p.Resize(ctx, client.Size{Cols: 132, Rows: 50}); err != nil {
+					t.Fatal(err)
+				}
+				if _, err := p.Write([]byte("go\n")); err != nil {
+					t.Fatal(err)
+				}
+			}
+		}
+		if !strings.Contains(out.String(), "50 132") || !strings.Contains(out.String(), "tty") {
+			t.Errorf("terminal said %q", out.String())
+		}
+	})
+	t.Run("attach, input by requests", func(t *testing.T) {
+		first, err := sess.Start(ctx, client.Command{Argv: []string{"cat"}, Stdin: true})
+		if err != nil {
+			t.Fatal(err)
+		}
+		second, err := sess.Attach(ctx, first.ID)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if second.ID != first.ID || second.PID != first.PID {
+			t.Errorf("attached to %s %d, want %s %d", second.ID, second.PID, first.ID, first.PID)
+		}
+		if _, err := second.Write([]byte("hello")); err != nil {
+			t.Fatal(err)
+		}
+		for _, p := range []*client.Process{first, second} {
+			if ev, err := p.Next(); err != nil || string(ev.Data) != "hello" {
+				t.Errorf("%+v, %v", ev, err)
+			}
+		}
+		list, err := sess.Commands(ctx)
+		if err != nil || len(list) == 0 {
+			t.Errorf("commands: %v, %v", list, err)
+		}
+		first.Close() // detaches
+		if err := second.CloseStdin(); err != nil {
+			t.Fatal(err)
+		}
+		if exit, err := second.Wait(nil, nil); err != nil || exit.Status() != 0 {
+			t.Errorf("%+v, %v", exit, err)
+		}
+	})
+	t.Run("caller gone", func(t *testing.T) {
+		for _, duplex := range []bool{false, true} {
+			ctx, cancel := context.WithCancel(ctx)
+			p, err := sess.Start(ctx, client.Command{Argv: []string{"sleep", "101"}, OnDisconnect: client.Kill, Stdin: duplex})
+			if err != nil {
+				t.Fatal(err)
+			}
+			watch, err := sess.Attach(t.Context(), p.ID)
+			if err != nil {
+				t.Fatal(err)
+			}
+			cancel()
+			if _, err := p.Next(); !errors.Is(err, client.ErrDetached) || !errors.Is(err, context.Canceled) {
+				t.Errorf("the caller that went: %v", err)
+			}
+			exit, err := watch.Wait(nil, nil)
+			if err != nil || exit.Signal != 9 {
+				t.Errorf("duplex=%t: the command ended with %+v, %v; want signal 9", duplex, exit, err)
+			}
+		}
+	})
+	t.Run("detached", func(t *testing.T) {
+		info, err := sess.StartDetached(ctx, client.Command{Argv: []string{"cat"}, Stdin: true, Tag: "bg"})
+		if err != nil || info.ID == "" || info.Tag != "bg" {
+			t.Fatalf("%+v, %v", info, err)
+		}
+		if err := sess.Signal(ctx, info.ID, 9); err != nil {
+			t.Error(err)
+		}
+	})
+}
+
+// TestFlatMemory streams far more than may be held.
+func TestFlatMemory(t *testing.T) {
+	s := serve(t)
+	sess := s.session(t)
+	const size = 256 << 20
+	p, err := sess.Start(t.Context(), client.Command{Argv: []string{"head", "-c", fmt.Sprint(size), "/dev/zero"}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	var peak, before uint64
+	read := func() uint64 {
+		var m runtime.MemStats
+		runtime.ReadMemStats(&m)
+		return m.HeapInuse
+	}
+	before = read()
+	n, next := 0, 0
+	for {
+		ev, err := p.Next()
+		if err != nil {
+			t.Fatal(err)
+		}
+		if ev.Type == client.FrameEnd {
+			break
+		}
+		n += len(ev.Data)
+		if n > next {
+			next += 16 << 20
+			peak = max(peak, read())
+		}
+	}
+	if n != size {
+		t.Errorf("%d bytes arrived of %d", n, size)
+	}
+	if peak > before+32<<20 {
+		t.Errorf("the heap grew from %d to %d MiB", before>>20, peak>>20)
+	}
+}
+
+// TestLines reads a stream as curl does.
+func TestLines(t *testing.T) {
+	s := serve(t)
+	sess := s.session(t)
+	body := `{"argv":["sh","-c","printf 'h\\303'; sleep 0.05; printf '\\251'; printf '\\377' >&2"]}`
+	req, err := http.NewRequestWithContext(t.Context(), "POST", s.url+"/v1/sessions/"+sess.ID+"/commands", strings.NewReader(body))
+	if err != nil {
+		t.Fatal(err)
+	}
+	req.Header.Set("Authorization", "Bearer "+apitest.AdminSecret)
+	req.Header.Set("Content-Type", "application/json")
+	resp, err := s.ts.Client().Do(req)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer resp.Body.Close()
+	text, data := "", []byte(nil)
+	dec := json.NewDecoder(resp.Body)
+	var last client.CommandEvent
+	for {
+		var ev client.CommandEvent
+		if err := dec.Decode(&ev); errors.Is(err, io.EOF) {
+			break
+		} else if err != nil {
+			t.Fatal(err)
+		}
+		text += ev.Text
+		data = append(data, ev.Data...)
+		last = ev
+	}
+	if text != "hé" || !bytes.Equal(data, []byte{255}) || last.Exit == nil || last.Exit.Code != 0 {
+		t.Errorf("text %q, data %v, last %+v", text, data, last)
+	}
+}
+
+func TestFiles(t *testing.T) {
+	s := serve(t)
+	sess := s.session(t)
+	ctx := t.Context()
+	odd := "/dir/caf\xe9 \"#?%\n\u00e9\U0001F3D5"
+	want := bytes.Repeat([]byte{0, 200}, 200<<10)
+	info, err := sess.WriteFile(ctx, odd, bytes.NewReader(want), client.FileOptions{Mode: 0o640})
+	if err != nil || info.ExactPath() != odd || info.Size != int64(len(want)) || info.SHA256 == "" {
+		t.Fatalf("write: %+v, %v", info, err)
+	}
+	r, info, err := sess.ReadFile(ctx, odd, client.FileOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	got, err := io.ReadAll(r)
+	r.Close()
+	if err != nil || !bytes.Equal(got, want) || info.ExactPath() != odd || info.Mode != 0o640 {
+		t.Errorf("read %d bytes, %v, %+v", len(got), err, info)
+	}
+	if _, err := sess.MakeDir(ctx, "/dir/sub/deep", client.FileOptions{}); err != nil {
+		t.Error(err)
+	}
+	list, err := sess.ListDir(ctx, "/dir", 2, client.FileOptions{})
+	if err != nil || len(list) != 3 {
+		t.Errorf("list: %+v, %v", list, err)
+	}
+	if _, err := sess.Move(ctx, odd, "/plain", client.FileOptions{}); err != nil {
+		t.Error(err)
+	}
+	if info, err := sess.Stat(ctx, "/plain", client.FileOptions{}); err != nil || info.Type != client.RegularFile || info.RawPath != nil {
+		t.Errorf("stat: %+v, %v", info, err)
+	}
+	if err := sess.Remove(ctx, "/dir", client.FileOptions{}); err != nil {
+		t.Error(err)
+	}
+	if _, err := sess.Stat(ctx, "/dir", client.FileOptions{}); !errors.Is(err, &client.Error{Code: client.CodeNotFound}) {
+		t.Errorf("stat of what was removed: %v", err)
+	}
+	if _, err := sess.WriteFile(ctx, "/x.cut", strings.NewReader("half"), client.FileOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	// So small a file is cut before anything was sent; a longer one after.
+	if r, _, err = sess.ReadFile(ctx, "/x.cut", client.FileOptions{}); err == nil {
+		defer r.Close()
+		if b, err := io.ReadAll(r); err == nil {
+			t.Errorf("a file cut short read as %q without an error", b)
+		}
+	}
+}
+
+func TestTemplatesAndKeys(t *testing.T) {
+	s := serve(t)
+	ctx := t.Context()
+	var news int
+	built, err := s.BuildTemplate(ctx, client.BuildTemplate{Version: 1, Name: "team/py:1", From: client.TemplateSource{HostPackages: &client.HostPackages{Packages: []string{"bash"}}}},
+		func(client.Progress) { news++ })
+	if err != nil || len(built.Notes) != 1 || news == 0 {
+		t.Fatalf("build: %+v, %v, %d news", built, err, news)
+	}
+	if got, err := s.Template(ctx, "team/py:1"); err != nil || got.Digest != built.Digest || got.Names[0] != "team/py:1" {
+		t.Errorf("get: %+v, %v", got, err)
+	}
+	if list, err := s.Templates(ctx); err != nil || len(list) != 2 {
+		t.Errorf("list: %+v, %v", list, err)
+	}
+	if err := s.DeleteTemplate(ctx, "team/py:1"); err != nil {
+		t.Error(err)
+	}
+	_, err = s.BuildTemplate(ctx, client.BuildTemplate{Version: 1, From: client.TemplateSource{Image: &client.OCIImage{Ref: "127.0.0.1:1/x"}}}, nil)
+	var e *client.Error
+	if !errors.As(err, &e) || e.Code != client.CodeUnavailable {
+		t.Errorf("build of an image that cannot be reached: %v", err)
+	}
+
+	k, err := s.CreateKey(ctx, client.CreateKey{Name: "ci", Role: client.Developer})
+	if err != nil || k.Secret == "" {
+		t.Fatalf("key: %+v, %v", k, err)
+	}
+	dev := s.as(t, k.Secret)
+	if _, err := dev.CreateSession(ctx, client.CreateSession{}); err != nil {
+		t.Error(err)
+	}
+	if err := s.RevokeKey(ctx, k.ID); err != nil {
+		t.Error(err)
+	}
+	if _, err := dev.Version(ctx); !errors.Is(err, &client.Error{Code: client.CodeUnauthenticated}) {
+		t.Errorf("a revoked key: %v", err)
+	}
+}
