@@ -1,0 +1,93 @@
+// Command bivy-guest is process 1 inside a bivy sandbox. See package guest.
+//
+// It takes no secret from its command line or environment: the host gives it
+// one over its port.
+package main
+
+import (
+	"context"
+	"flag"
+	"fmt"
+	"log/slog"
+	"os"
+	"os/signal"
+	"runtime/debug"
+
+	"golang.org/x/sys/unix"
+
+	"bivy/internal/guest"
+)
+
+func main() {
+	if err := run(); err != nil {
+		fmt.Fprintln(os.Stderr, "bivy-guest:", err)
+		os.Exit(1)
+	}
+}
+
+func run() error {
+	cfg := guest.Default()
+	verbose := flag.Bool("v", false, "log every orphan reaped")
+	flag.StringVar(&cfg.Listen, "listen", cfg.Listen, "address to serve on, host:port or unix:path")
+	flag.StringVar(&cfg.Etc, "etc", cfg.Etc, "directory of passwd, group and hosts")
+	flag.StringVar(&cfg.Run, "run", cfg.Run, "directory for the marks E2B's tools look for")
+	flag.StringVar(&cfg.User, "user", cfg.User, "default user until the host names one")
+	flag.BoolVar(&cfg.SetClock, "set-clock", cfg.SetClock, "let the host set the kernel's clock")
+	flag.BoolVar(&cfg.SetName, "set-hostname", cfg.SetName, "let the host set the kernel's host name")
+	flag.Parse()
+	cfg.Path = os.Getenv("PATH")
+	level := slog.LevelInfo
+	if *verbose {
+		level = slog.LevelDebug
+	}
+	cfg.Log = slog.New(slog.NewTextHandler(os.Stderr, &slog.HandlerOptions{Level: level}))
+
+	// Little is alive at any time, and every idle sandbox pays for the rest.
+	debug.SetGCPercent(25)
+	debug.SetMemoryLimit(64 << 20)
+	if err := settle(); err != nil {
+		return err
+	}
+	ctx, stop := context.WithCancel(context.Background())
+	defer stop()
+	// Process 1 must survive every signal a program inside can send it. They
+	// are taken rather than ignored: what is ignored stays so in children.
+	signals := make(chan os.Signal, 1)
+	signal.Notify(signals, unix.SIGTERM, unix.SIGINT, unix.SIGHUP, unix.SIGQUIT, unix.SIGABRT, unix.SIGTRAP, unix.SIGSYS,
+		unix.SIGUSR1, unix.SIGUSR2, unix.SIGALRM, unix.SIGSTKFLT, unix.SIGXCPU, unix.SIGXFSZ, unix.SIGVTALRM, unix.SIGPIPE, unix.SIGIO, unix.SIGPWR)
+	go func() { // lives as long as the process
+		for s := range signals {
+			if s == unix.SIGTERM || (s == unix.SIGINT && os.Getpid() != 1) {
+				stop()
+			}
+		}
+	}()
+	agent, err := guest.New(cfg)
+	if err != nil {
+		return err
+	}
+	l, err := agent.Listen(ctx)
+	if err != nil {
+		return err
+	}
+	return agent.Run(ctx, l)
+}
+
+// settle makes this process a good parent: what children inherit is as they
+// expect it, and what is ours stays ours.
+func settle() error {
+	unix.Umask(0o022)
+	if err := os.Chdir("/"); err != nil {
+		return err
+	}
+	// Memory, environment and descriptors in /proc belong to root alone.
+	if err := unix.Prctl(unix.PR_SET_DUMPABLE, 0, 0, 0, 0); err != nil {
+		return fmt.Errorf("hide from other users: %w", err)
+	}
+	// Children inherit it: when memory ends, they go before what runs them. A
+	// kernel without the file has no such order either.
+	if err := os.WriteFile("/proc/self/oom_score_adj", []byte("100"), 0); err != nil {
+		slog.Debug("oom_score_adj is not set", "err", err)
+	}
+	return nil
+}

@@ -1,0 +1,231 @@
+// Package accounts knows the users of the guest and acts as them.
+//
+// It reads passwd(5) and group(5) itself: the guest is an arbitrary image, the
+// files are hostile input, and the C library's resolver is not available to a
+// static binary.
+package accounts
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// Bounds on what is read; what lies beyond is as if it were not there.
+const (
+	maxFile   = 4 << 20 // bytes of one file
+	maxLine   = 64 << 10
+	maxGroups = 1024 // supplementary groups of one user
+)
+
+// User is an account with everything a process needs to run as it.
+type User struct {
+	Name   string
+	UID    uint32
+	GID    uint32
+	Groups []uint32 // supplementary
+	Home   string
+	Shell  string
+}
+
+// UnknownError says that the guest has no such user.
+type UnknownError struct{ Name string }
+
+func (e *UnknownError) Error() string { return "invalid username: '" + e.Name + "'" }
+
+// DB reads accounts from two files and remembers them until the files change.
+type DB struct {
+	passwd, group string
+
+	mu     sync.Mutex
+	loaded [2]stamp
+	users  []User
+	groups []group
+}
+
+type group struct {
+	name    string
+	gid     uint32
+	members []string
+}
+
+type stamp struct {
+	ino      uint64
+	size     int64
+	modified time.Time
+}
+
+// Open returns the accounts in the given files, usually /etc/passwd and
+// /etc/group. Nothing is read yet.
+func Open(passwd, group string) *DB { return &DB{passwd: passwd, group: group} }
+
+// Lookup returns the account called name, or the one whose number it is.
+// An unknown name is an [UnknownError].
+func (d *DB) Lookup(name string) (User, error) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if err := d.load(); err != nil {
+		return User{}, err
+	}
+	i := slices.IndexFunc(d.users, func(u User) bool { return u.Name == name })
+	if uid, err := parseID(name); i < 0 && err == nil {
+		i = slices.IndexFunc(d.users, func(u User) bool { return u.UID == uid })
+	}
+	if i < 0 {
+		return User{}, &UnknownError{Name: name}
+	}
+	u := d.users[i]
+	for _, g := range d.groups {
+		if g.gid != u.GID && slices.Contains(g.members, u.Name) && !slices.Contains(u.Groups, g.gid) && len(u.Groups) < maxGroups {
+			u.Groups = append(u.Groups, g.gid)
+		}
+	}
+	return u, nil
+}
+
+// Names returns functions that name users and groups, numbers in decimal
+// where there is no name. They see the files as they are now.
+func (d *DB) Names() (user, group func(id uint32) string) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	// A guest without the files has only numbers.
+	_ = d.load()
+	users, groups := d.users, d.groups
+	user = func(id uint32) string {
+		for _, u := range users {
+			if u.UID == id {
+				return u.Name
+			}
+		}
+		return strconv.FormatUint(uint64(id), 10)
+	}
+	group = func(id uint32) string {
+		for _, g := range groups {
+			if g.gid == id {
+				return g.name
+			}
+		}
+		return strconv.FormatUint(uint64(id), 10)
+	}
+	return user, group
+}
+
+// load reads what has changed. A guest without a group file has no groups.
+func (d *DB) load() error {
+	text, now, changed, err := readIfChanged(d.passwd, d.loaded[0])
+	if err != nil {
+		return err
+	}
+	if changed {
+		d.users, d.loaded[0] = parsePasswd(text), now
+	}
+	text, now, changed, err = readIfChanged(d.group, d.loaded[1])
+	switch {
+	case errors.Is(err, os.ErrNotExist):
+		d.groups, d.loaded[1] = nil, stamp{}
+	case err != nil:
+		return err
+	case changed:
+		d.groups, d.loaded[1] = parseGroup(text), now
+	}
+	return nil
+}
+
+func readIfChanged(path string, old stamp) ([]byte, stamp, bool, error) {
+	var st unix.Stat_t
+	if err := unix.Stat(path, &st); err != nil {
+		return nil, old, false, &os.PathError{Op: "stat", Path: path, Err: err}
+	}
+	now := stamp{ino: st.Ino, size: st.Size, modified: time.Unix(st.Mtim.Unix())}
+	if now == old {
+		return nil, old, false, nil
+	}
+	// O_NONBLOCK: root in the guest may have put a FIFO here.
+	f, err := os.OpenFile(path, os.O_RDONLY|unix.O_NONBLOCK, 0)
+	if err != nil {
+		return nil, old, false, err
+	}
+	text, err := io.ReadAll(io.LimitReader(f, maxFile))
+	if err = errors.Join(err, f.Close()); err != nil {
+		return nil, old, false, fmt.Errorf("read %s: %w", path, err)
+	}
+	return text, now, true, nil
+}
+
+// parsePasswd reads passwd(5); malformed lines are skipped, as libc does.
+func parsePasswd(text []byte) []User {
+	var users []User
+	for line := range lines(text) {
+		f := strings.Split(line, ":")
+		if len(f) != 7 || f[0] == "" {
+			continue
+		}
+		uid, err1 := parseID(f[2])
+		gid, err2 := parseID(f[3])
+		if err1 != nil || err2 != nil {
+			continue
+		}
+		home := f[5]
+		if !strings.HasPrefix(home, "/") || strings.IndexByte(home, 0) >= 0 {
+			home = "/"
+		}
+		users = append(users, User{Name: f[0], UID: uid, GID: gid, Home: filepath.Clean(home), Shell: f[6]})
+	}
+	return users
+}
+
+// parseGroup reads group(5).
+func parseGroup(text []byte) []group {
+	var groups []group
+	for line := range lines(text) {
+		f := strings.Split(line, ":")
+		if len(f) != 4 || f[0] == "" {
+			continue
+		}
+		gid, err := parseID(f[2])
+		if err != nil {
+			continue
+		}
+		g := group{name: f[0], gid: gid}
+		if f[3] != "" {
+			g.members = strings.Split(f[3], ",")
+		}
+		groups = append(groups, g)
+	}
+	return groups
+}
+
+// lines yields the lines that could be entries.
+func lines(text []byte) func(func(string) bool) {
+	return func(yield func(string) bool) {
+		for line := range bytes.Lines(text) {
+			line = bytes.TrimRight(line, "\r\n")
+			if len(line) == 0 || len(line) > maxLine || line[0] == '#' || line[0] == '+' || line[0] == '-' {
+				continue
+			}
+			if !yield(string(line)) {
+				return
+			}
+		}
+	}
+}
+
+// parseID parses a user or group number. The highest one means "no change" to
+// the kernel's calls, so it is nobody's.
+func parseID(s string) (uint32, error) {
+	n, err := strconv.ParseUint(s, 10, 32)
+	if err != nil || s[0] == '+' || n == 1<<32-1 {
+		return 0, errors.New("not an id: " + strconv.Quote(s))
+	}
+	return uint32(n), nil
+}

@@ -1,0 +1,333 @@
+package files
+
+import (
+	"compress/gzip"
+	"crypto/sha256"
+	"encoding/hex"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"mime"
+	"mime/multipart"
+	"net/http"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+
+	"golang.org/x/sys/unix"
+
+	"bivy/internal/guest/accounts"
+	"bivy/internal/guest/wire"
+)
+
+const (
+	// MaxParts is how many files one upload may have.
+	MaxParts = 1000
+	// maxCompose bounds the body of a compose request.
+	maxCompose = 1 << 20
+)
+
+// Write answers POST /files for the named user: what was stored.
+func (s *Service) Write(r *http.Request, username string) ([]wire.WrittenFile, error) {
+	u, err := s.account(username)
+	if err != nil {
+		return nil, err
+	}
+	metadata, err := metadataOf(r.Header)
+	if err != nil {
+		return nil, err
+	}
+	body := io.Reader(r.Body)
+	switch encoding := strings.ToLower(r.Header.Get("Content-Encoding")); encoding {
+	case "", "identity":
+	case "gzip", "x-gzip":
+		z, err := gzip.NewReader(body)
+		if err != nil {
+			return nil, bad("the body is not gzip: " + err.Error())
+		}
+		defer z.Close()
+		body = z
+	default:
+		return nil, bad(fmt.Sprintf("Content-Encoding %q is not known", encoding))
+	}
+	query := r.URL.Query()
+	kind, params, err := mime.ParseMediaType(r.Header.Get("Content-Type"))
+	if err != nil {
+		return nil, bad("Content-Type: " + err.Error())
+	}
+	up := upload{service: s, user: u, metadata: metadata}
+	switch kind {
+	case "application/octet-stream":
+		if !query.Has("path") || query.Get("path") == "" {
+			return nil, bad("path: is missing")
+		}
+		err = up.one(query.Get("path"), body)
+	case "multipart/form-data":
+		if params["boundary"] == "" {
+			return nil, bad("Content-Type has no boundary")
+		}
+		err = up.multipart(multipart.NewReader(body, params["boundary"]), query.Get("path"))
+	default:
+		err = bad(fmt.Sprintf("Content-Type %q: want multipart/form-data or application/octet-stream", kind))
+	}
+	if err != nil {
+		return nil, err
+	}
+	if len(up.written) == 0 {
+		return nil, bad("the body has no part named file")
+	}
+	return up.written, nil
+}
+
+// upload is one request that writes files.
+type upload struct {
+	service  *Service
+	user     accounts.User
+	metadata map[string]string
+	written  []wire.WrittenFile
+}
+
+func (up *upload) multipart(parts *multipart.Reader, fixed string) error {
+	for count := 0; ; count++ {
+		part, err := parts.NextRawPart()
+		if errors.Is(err, io.EOF) {
+			return nil
+		}
+		if err != nil {
+			return bad("the multipart body is malformed: " + err.Error())
+		}
+		if count == MaxParts {
+			return bad(fmt.Sprintf("the multipart body has more than %d parts", MaxParts))
+		}
+		if part.FormName() != "file" {
+			continue
+		}
+		path := fixed
+		if path == "" {
+			// The part's own method gives the base name only.
+			_, params, err := mime.ParseMediaType(part.Header.Get("Content-Disposition"))
+			if err != nil || params["filename"] == "" {
+				return bad("a part named file has no filename, and there is no path")
+			}
+			path = params["filename"]
+		}
+		if err := up.one(path, part); err != nil {
+			return err
+		}
+	}
+}
+
+// one stores one file.
+func (up *upload) one(path string, data io.Reader) error {
+	full, err := up.service.realm.Path(up.user, path)
+	if err != nil {
+		return bad(err.Error())
+	}
+	shown := wire.Escape(full)
+	if slices.ContainsFunc(up.written, func(w wire.WrittenFile) bool { return w.Path == shown }) {
+		return bad("path '" + shown + "' is written twice")
+	}
+	size, sum, err := store(up.user, full, up.metadata, data)
+	if err != nil {
+		return asRefused(full, err)
+	}
+	up.written = append(up.written, wire.WrittenFile{
+		Name: wire.Escape(filepath.Base(full)), Path: shown, Type: "file",
+		Metadata: up.metadata, Size: size, SHA256: sum,
+	})
+	return nil
+}
+
+// store writes data to path in place, as a program of the user would, so that
+// links, owners, permissions and watchers of an existing file stay as they
+// are. A new file that could not be written whole is removed; an old one has
+// then lost its content, as with any program.
+func store(u accounts.User, path string, metadata map[string]string, data io.Reader) (int64, string, error) {
+	f, created, err := create(u, path)
+	if err != nil {
+		return 0, "", err
+	}
+	// The descriptor was opened with the user's rights; using it needs none.
+	sum := sha256.New()
+	size, err := io.Copy(io.MultiWriter(f, sum), bodyReader{data})
+	if err == nil {
+		err = writeMetadata(f, metadata)
+	}
+	err = errors.Join(err, f.Close())
+	if err != nil {
+		if created {
+			err = errors.Join(err, u.Do(func() error { return os.Remove(path) }))
+		}
+		return 0, "", err
+	}
+	return size, hex.EncodeToString(sum.Sum(nil)), nil
+}
+
+// create opens path for writing, empty, with its parents.
+func create(u accounts.User, path string) (f *os.File, created bool, err error) {
+	const flags = os.O_WRONLY | unix.O_NONBLOCK | unix.O_NOCTTY
+	err = u.Do(func() error {
+		f, err = os.OpenFile(path, flags|os.O_CREATE|os.O_EXCL, 0o666)
+		if errors.Is(err, unix.ENOENT) {
+			if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
+				return err
+			}
+			f, err = os.OpenFile(path, flags|os.O_CREATE|os.O_EXCL, 0o666)
+		}
+		created = err == nil
+		if errors.Is(err, unix.EEXIST) {
+			f, err = os.OpenFile(path, flags|os.O_CREATE, 0o666)
+		}
+		return err
+	})
+	if err != nil {
+		return nil, false, err
+	}
+	info, err := f.Stat()
+	if err == nil && !info.Mode().IsRegular() {
+		err = bad("path '" + wire.Escape(path) + "' is not a regular file")
+	}
+	if err == nil && !created {
+		// Writing takes a program's special rights away, but not when root does
+		// it, as from here on.
+		if special := fs.ModeSetuid | fs.ModeSetgid; u.UID != 0 && info.Mode()&special != 0 {
+			err = f.Chmod(info.Mode() &^ special)
+		}
+		err = errors.Join(err, f.Truncate(0))
+	}
+	if err != nil {
+		return nil, false, errors.Join(err, f.Close())
+	}
+	return f, created, nil
+}
+
+// bodyReader marks errors of the request's body, which are the client's, apart
+// from those of the file.
+type bodyReader struct{ io.Reader }
+
+func (b bodyReader) Read(p []byte) (int, error) {
+	n, err := b.Reader.Read(p)
+	var refused *Refused
+	if err != nil && !errors.Is(err, io.EOF) && !errors.As(err, &refused) {
+		err = bad("the body ends early: " + err.Error())
+	}
+	return n, err
+}
+
+// metadataOf collects the X-Metadata headers of a request.
+func metadataOf(h http.Header) (map[string]string, error) {
+	var all map[string]string
+	total := 0
+	for name, values := range h {
+		// net/http has put the names in canonical form.
+		key, ok := strings.CutPrefix(name, wire.HeaderMetadata)
+		if !ok {
+			continue
+		}
+		key = strings.ToLower(key)
+		value := strings.Join(values, ", ")
+		total += len(key) + len(value)
+		switch {
+		case key == "" || len(key) > maxMetadataKey || !printable(key):
+			return nil, bad(fmt.Sprintf("metadata key %.64q: want 1 to %d bytes of printable ASCII", key, maxMetadataKey))
+		case !printable(value):
+			return nil, bad(fmt.Sprintf("metadata value of %q: want printable ASCII", key))
+		case total > maxMetadata:
+			return nil, bad(fmt.Sprintf("metadata: more than %d bytes in all", maxMetadata))
+		}
+		if all == nil {
+			all = map[string]string{}
+		}
+		all[key] = value
+	}
+	return all, nil
+}
+
+// Compose answers POST /files/compose: it joins the sources into the
+// destination and removes them.
+func (s *Service) Compose(r *http.Request) (wire.WrittenFile, error) {
+	var none wire.WrittenFile
+	var req wire.ComposeRequest
+	if err := json.NewDecoder(io.LimitReader(r.Body, maxCompose)).Decode(&req); err != nil {
+		return none, bad("the body is not a compose request: " + err.Error())
+	}
+	u, err := s.account(req.Username)
+	if err != nil {
+		return none, err
+	}
+	if len(req.SourcePaths) == 0 || len(req.SourcePaths) > MaxParts || req.Destination == "" {
+		return none, bad(fmt.Sprintf("want 1 to %d source_paths and a destination", MaxParts))
+	}
+	to, err := s.realm.Path(u, req.Destination)
+	if err != nil {
+		return none, bad("destination: " + err.Error())
+	}
+	var sources []string
+	for _, path := range req.SourcePaths {
+		from, err := s.realm.Path(u, path)
+		if err != nil {
+			return none, bad("source_paths: " + err.Error())
+		}
+		if from == to || slices.Contains(sources, from) {
+			return none, bad("source_paths: '" + wire.Escape(from) + "' is there twice")
+		}
+		sources = append(sources, from)
+	}
+	// Before the destination loses what it has.
+	for _, path := range sources {
+		f, _, err := openRegular(u, path)
+		if err != nil {
+			return none, asRefused(path, err)
+		}
+		_ = f.Close() // was not used
+	}
+	joined := &joiner{user: u, paths: sources}
+	defer joined.close()
+	size, sum, err := store(u, to, nil, joined)
+	if err != nil {
+		return none, asRefused(to, err)
+	}
+	for _, path := range sources {
+		if err := u.Do(func() error { return os.Remove(path) }); err != nil {
+			return none, asRefused(path, err)
+		}
+	}
+	return wire.WrittenFile{Name: wire.Escape(filepath.Base(to)), Path: wire.Escape(to), Type: "file", Size: size, SHA256: sum}, nil
+}
+
+// joiner reads files one after the other, with one open at a time.
+type joiner struct {
+	user  accounts.User
+	paths []string
+	open  *os.File
+}
+
+func (j *joiner) Read(p []byte) (int, error) {
+	for {
+		if j.open == nil {
+			if len(j.paths) == 0 {
+				return 0, io.EOF
+			}
+			f, _, err := openRegular(j.user, j.paths[0])
+			if err != nil {
+				return 0, asRefused(j.paths[0], err)
+			}
+			j.open, j.paths = f, j.paths[1:]
+		}
+		n, err := j.open.Read(p)
+		if n > 0 || (err != nil && !errors.Is(err, io.EOF)) {
+			return n, err
+		}
+		j.close()
+	}
+}
+
+func (j *joiner) close() {
+	if j.open != nil {
+		_ = j.open.Close() // was only read
+		j.open = nil
+	}
+}

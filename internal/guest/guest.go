@@ -1,0 +1,241 @@
+// Package guest is what the agent inside a sandbox does: it is process 1,
+// starts and reaps everything else, and serves the host (and, through it, the
+// clients) over one port: the process and filesystem services, file content,
+// metrics, initialisation.
+//
+// # Who may ask
+//
+// The host initialises the agent with a token, and every request but a health
+// check needs that token or, for files, a signature made with it. The agent
+// runs as root, and the programs it is there to contain can reach its port, so
+// a connection that comes from inside the sandbox never gets anything without
+// the token and can never initialise. Until the first initialisation nothing
+// is served at all. An initialisation may leave the token empty: then the host
+// needs none.
+//
+// # Limits
+//
+// They are constants beside what they limit: request sizes in package wire,
+// processes in proc, watchers and listings in files and watch, connections and
+// times here.
+package guest
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+	"net/http"
+	"os"
+	"path/filepath"
+	"runtime/debug"
+	"strings"
+	"sync"
+	"time"
+
+	"connectrpc.com/connect"
+	"golang.org/x/sys/unix"
+
+	"bivy/internal/guest/accounts"
+	"bivy/internal/guest/files"
+	"bivy/internal/guest/proc"
+	"bivy/internal/guest/wire"
+	"bivy/internal/guest/wire/gen/filesystem/filesystemconnect"
+	"bivy/internal/guest/wire/gen/process/processconnect"
+)
+
+const (
+	// idleTimeout is longer than load balancers keep connections, so that it is
+	// never the agent that closes first.
+	idleTimeout = 640 * time.Second
+	// headerTimeout bounds the time from the first byte of a request to the
+	// end of its headers, maxHeader their size.
+	headerTimeout = 30 * time.Second
+	maxHeader     = 64 << 10
+	// StallTimeout is how long a peer may take for one more piece, of what it
+	// sends or of what it is sent, before its connection is cut. A slow reader
+	// slows a process down; one that does not read at all cannot hold it
+	// longer than this.
+	StallTimeout = 10 * time.Minute
+	// maxLocal is how many connections programs inside may hold, so that they
+	// cannot shut out the host.
+	maxLocal = 256
+	// maxInit bounds the body of an initialisation.
+	maxInit = 8 << 20
+)
+
+// Config is how the agent runs. The zero value is not usable: see Default.
+type Config struct {
+	Listen   string // host:port, or unix:path for a host that shares a file system
+	Etc      string // where passwd, group and hosts are
+	Run      string // where the marks for E2B's tools are put, in e2b/
+	User     string // the default user until an initialisation names one
+	Path     string // what processes get as PATH
+	SetClock bool   // whether to set the kernel's clock
+	SetName  bool   // whether to set the kernel's host name
+	Log      *slog.Logger
+}
+
+// Default returns the configuration inside a sandbox.
+func Default() Config {
+	return Config{
+		Listen: fmt.Sprintf("0.0.0.0:%d", wire.Port), Etc: "/etc", Run: "/run", User: "user",
+		SetClock: true, SetName: true, Log: slog.New(slog.DiscardHandler),
+	}
+}
+
+// Agent is a running agent.
+type Agent struct {
+	cfg     Config
+	log     *slog.Logger
+	realm   *accounts.Realm
+	reaper  *proc.Reaper
+	process *proc.Service
+	files   *files.Service
+	handler http.Handler // the two services
+	usage   usage
+
+	initLock sync.Mutex // one initialisation at a time; before mu
+
+	mu         sync.Mutex
+	ready      bool // initialised once
+	token      string
+	generation uint64
+	offset     time.Duration // host clock minus guest clock
+}
+
+// New returns an agent that owns the processes of this program.
+func New(cfg Config) (*Agent, error) {
+	reaper, err := proc.NewReaper(cfg.Log)
+	if err != nil {
+		return nil, err
+	}
+	db := accounts.Open(filepath.Join(cfg.Etc, "passwd"), filepath.Join(cfg.Etc, "group"))
+	realm := accounts.NewRealm(db, cfg.Path, accounts.Settings{User: cfg.User})
+	a := &Agent{
+		cfg: cfg, log: cfg.Log, realm: realm, reaper: reaper,
+		process: proc.NewService(realm, reaper, cfg.Log),
+		files:   files.NewService(realm, cfg.Log),
+	}
+	opts := []connect.HandlerOption{
+		connect.WithReadMaxBytes(wire.MaxMessage),
+		// The other end is on the same machine: compression would only cost.
+		connect.WithCompressMinBytes(1 << 30),
+	}
+	mux := http.NewServeMux()
+	mux.Handle(processconnect.NewProcessHandler(a.process, opts...))
+	mux.Handle(filesystemconnect.NewFilesystemHandler(a.files, opts...))
+	a.handler = mux
+	return a, nil
+}
+
+// Listen opens the configured listener.
+func (a *Agent) Listen(ctx context.Context) (net.Listener, error) {
+	var lc net.ListenConfig
+	network, address := "tcp", a.cfg.Listen
+	if path, ok := strings.CutPrefix(address, "unix:"); ok {
+		network, address = "unix", path
+	}
+	l, err := lc.Listen(ctx, network, address)
+	if err != nil {
+		return nil, fmt.Errorf("listen on %s: %w", a.cfg.Listen, err)
+	}
+	if network == "unix" {
+		if err := os.Chmod(address, 0o600); err != nil {
+			return nil, errors.Join(err, l.Close())
+		}
+	}
+	return l, nil
+}
+
+// Run serves on l until ctx is done, and then kills everything.
+func (a *Agent) Run(ctx context.Context, l net.Listener) error {
+	ctx, stop := context.WithCancel(ctx)
+	defer stop()
+	var own sync.WaitGroup
+	own.Go(func() { a.reaper.Run(ctx) })
+	server := &http.Server{
+		Handler:           a,
+		ReadHeaderTimeout: headerTimeout,
+		IdleTimeout:       idleTimeout,
+		MaxHeaderBytes:    maxHeader,
+		ErrorLog:          slog.NewLogLogger(a.log.Handler(), slog.LevelDebug),
+		ConnContext: func(ctx context.Context, c net.Conn) context.Context {
+			_, local := c.(*localConn)
+			return context.WithValue(ctx, localKey{}, local)
+		},
+	}
+	own.Go(func() {
+		<-ctx.Done()
+		_ = server.Close() // Serve's error is the one that counts
+	})
+	err := server.Serve(&listener{Listener: l})
+	if errors.Is(err, http.ErrServerClosed) {
+		err = nil
+	}
+	if os.Getpid() == 1 {
+		// Everything but us.
+		err = errors.Join(err, ignore(unix.Kill(-1, unix.SIGKILL), unix.ESRCH))
+	} else {
+		a.process.KillAll()
+	}
+	stop()
+	own.Wait()
+	return err
+}
+
+func ignore(err, expected error) error {
+	if errors.Is(err, expected) {
+		return nil
+	}
+	return err
+}
+
+// now is the host's clock as far as the agent knows it.
+func (a *Agent) now() time.Time {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	return time.Now().Add(a.offset)
+}
+
+// reclaim gives memory back that the last requests needed.
+func reclaim() { debug.FreeOSMemory() }
+
+// patience renews a connection's deadlines with every piece that is read or
+// written, so that only a peer that has stopped altogether is cut off.
+type patience struct {
+	http.ResponseWriter
+	control *http.ResponseController
+}
+
+func (p *patience) Write(b []byte) (int, error) {
+	if err := p.control.SetWriteDeadline(time.Now().Add(StallTimeout)); err != nil {
+		return 0, err
+	}
+	return p.ResponseWriter.Write(b)
+}
+
+// Flush implements http.Flusher, which streams need.
+func (p *patience) Flush() {
+	_ = p.control.Flush() // a broken connection shows at the next write
+}
+
+// Unwrap lets an http.ResponseController find the connection.
+func (p *patience) Unwrap() http.ResponseWriter { return p.ResponseWriter }
+
+// patientBody is the request's half of patience. Its deadline does not outlive
+// the read: the server goes on reading to notice a client that leaves.
+type patientBody struct {
+	io.ReadCloser
+	control *http.ResponseController
+}
+
+func (p *patientBody) Read(b []byte) (int, error) {
+	if err := p.control.SetReadDeadline(time.Now().Add(StallTimeout)); err != nil {
+		return 0, err
+	}
+	n, err := p.ReadCloser.Read(b)
+	return n, errors.Join(err, p.control.SetReadDeadline(time.Time{}))
+}

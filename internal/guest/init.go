@@ -1,0 +1,186 @@
+package guest
+
+import (
+	"bytes"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"bivy/internal/guest/accounts"
+	"bivy/internal/guest/files"
+	"bivy/internal/guest/wire"
+)
+
+// clockSlack is how far the guest's clock may be off before it is set: the
+// request took about as long to come.
+const clockSlack = 20 * time.Millisecond
+
+// hostsMark ends the line in /etc/hosts that is ours to replace.
+const hostsMark = "# bivy"
+
+// serveInit answers POST /init, which only the host may send. The first one
+// needs no token, since nobody has been given one; each later one, as after a
+// restore, needs the current.
+func (a *Agent) serveInit(w http.ResponseWriter, r *http.Request) error {
+	if err := method(r, http.MethodPost); err != nil {
+		return err
+	}
+	a.initLock.Lock()
+	defer a.initLock.Unlock()
+	if token, _ := a.access(); token != "" && !same(r.Header.Get(wire.HeaderToken), token) {
+		return refused(http.StatusUnauthorized, "the sandbox is initialised: send the current access token as "+wire.HeaderToken)
+	}
+	var req wire.InitRequest
+	dec := json.NewDecoder(io.LimitReader(r.Body, maxInit))
+	dec.DisallowUnknownFields()
+	if err := dec.Decode(&req); err != nil {
+		return refused(http.StatusBadRequest, "the body is not an initialisation: "+err.Error())
+	}
+	if err := a.check(req); err != nil {
+		return err
+	}
+	if err := a.apply(req); err != nil {
+		return err
+	}
+	offset, set := a.setClock(req.Timestamp)
+	a.mu.Lock()
+	a.ready = true
+	a.token = req.AccessToken
+	a.generation++
+	generation := a.generation
+	a.mu.Unlock()
+	a.log.Info("initialised", "generation", generation, "lifecycle", req.LifecycleID, "clock_offset", offset, "clock_set", set)
+
+	h := w.Header()
+	h.Set(wire.HeaderVersion, wire.Version)
+	h.Set(wire.HeaderGeneration, strconv.FormatUint(generation, 10))
+	h.Set(wire.HeaderClockOffset, strconv.FormatInt(offset.Milliseconds(), 10))
+	h.Set(wire.HeaderClockSet, strconv.FormatBool(set))
+	w.WriteHeader(http.StatusNoContent)
+	return nil
+}
+
+func badField(field, format string, args ...any) error {
+	return &files.Refused{Status: http.StatusBadRequest, Text: field + ": " + fmt.Sprintf(format, args...)}
+}
+
+// check refuses what could not be applied whole.
+func (a *Agent) check(req wire.InitRequest) error {
+	if m := wire.CheckEnv("envVars", req.EnvVars); m != nil {
+		return &files.Refused{Status: http.StatusBadRequest, Why: m.Why, Text: m.Error()}
+	}
+	if len(req.AccessToken) > 1024 || strings.ContainsFunc(req.AccessToken, func(r rune) bool { return r <= ' ' || r > '~' }) {
+		return badField("accessToken", "want up to 1024 printable characters without spaces")
+	}
+	if !validHostname(req.Hostname) {
+		return badField("hostname", "%.80q: want up to 64 letters, digits, dots and hyphens", req.Hostname)
+	}
+	var u accounts.User
+	if req.DefaultUser != "" || req.DefaultWorkdir != "" {
+		var err error
+		if u, err = a.realm.User(req.DefaultUser); err != nil {
+			return badField("defaultUser", "%v", err)
+		}
+	}
+	if _, err := a.realm.Path(u, req.DefaultWorkdir); err != nil {
+		return badField("defaultWorkdir", "%v", err)
+	}
+	return nil
+}
+
+func validHostname(name string) bool {
+	if len(name) > 64 || strings.HasPrefix(name, "-") || strings.HasPrefix(name, ".") {
+		return false
+	}
+	for _, c := range []byte(name) {
+		if !(c >= 'a' && c <= 'z' || c >= 'A' && c <= 'Z' || c >= '0' && c <= '9' || c == '-' || c == '.') {
+			return false
+		}
+	}
+	return true
+}
+
+func (a *Agent) apply(req wire.InitRequest) error {
+	if req.Hostname != "" && a.cfg.SetName {
+		if err := unix.Sethostname([]byte(req.Hostname)); err != nil {
+			return fmt.Errorf("set host name: %w", err)
+		}
+		if err := a.nameInHosts(req.Hostname); err != nil {
+			// An image may be read-only; only sudo's warning is at stake.
+			a.log.Warn("host name is not in hosts", "err", err)
+		}
+	}
+	a.realm.Update(accounts.Settings{User: req.DefaultUser, Workdir: req.DefaultWorkdir, Env: req.EnvVars})
+	if err := a.marks(req.EnvVars); err != nil {
+		a.log.Warn("marks for E2B's tools are not written", "err", err)
+	}
+	return nil
+}
+
+// nameInHosts makes the name resolve to this machine.
+func (a *Agent) nameInHosts(name string) error {
+	path := filepath.Join(a.cfg.Etc, "hosts")
+	old, err := os.ReadFile(path)
+	if err != nil && !errors.Is(err, os.ErrNotExist) {
+		return err
+	}
+	var b bytes.Buffer
+	for line := range bytes.Lines(old) {
+		if !bytes.HasSuffix(bytes.TrimSpace(line), []byte(hostsMark)) {
+			b.Write(line)
+		}
+	}
+	if b.Len() > 0 && b.Bytes()[b.Len()-1] != '\n' {
+		b.WriteByte('\n')
+	}
+	fmt.Fprintf(&b, "127.0.1.1\t%s %s\n", name, hostsMark)
+	return os.WriteFile(path, b.Bytes(), 0o644) //nolint:gosec // everybody reads it
+}
+
+// marks writes the files by which E2B's tools know where they are.
+func (a *Agent) marks(env map[string]string) error {
+	dir := filepath.Join(a.cfg.Run, "e2b")
+	for _, name := range [...]string{"E2B_SANDBOX", "E2B_SANDBOX_ID", "E2B_TEMPLATE_ID"} {
+		value, ok := env[name]
+		if !ok {
+			continue
+		}
+		if err := os.MkdirAll(dir, 0o755); err != nil { //nolint:gosec // everybody reads it
+			return err
+		}
+		if err := os.WriteFile(filepath.Join(dir, "."+name), []byte(value), 0o644); err != nil { //nolint:gosec // everybody reads it
+			return err
+		}
+	}
+	return nil
+}
+
+// setClock gives the guest's kernel the host's time where it is allowed to,
+// and else remembers the difference for what the agent itself decides by time.
+func (a *Agent) setClock(host time.Time) (offset time.Duration, set bool) {
+	if host.IsZero() {
+		return 0, false
+	}
+	offset = time.Until(host)
+	if offset.Abs() <= clockSlack {
+		offset = 0
+	} else if a.cfg.SetClock {
+		tv := unix.NsecToTimeval(host.UnixNano())
+		set = unix.Settimeofday(&tv) == nil // gVisor never allows it
+	}
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if a.offset = offset; set {
+		a.offset = 0
+	}
+	return offset, set
+}

@@ -1,0 +1,190 @@
+package proc
+
+import (
+	"os"
+	"sync"
+	"sync/atomic"
+
+	pb "bivy/internal/guest/wire/gen/process"
+
+	"bivy/internal/guest/wire"
+)
+
+// stream says which of a process's outputs a chunk came from.
+type stream uint8
+
+const (
+	stdout stream = iota
+	stderr
+	terminal
+)
+
+// chunk is a piece of output shared by all subscribers; the last one to let go
+// gives it back to the pool. A subscriber that leaves with chunks in its queue
+// leaves them to the garbage collector.
+type chunk struct {
+	from stream
+	data []byte
+	refs atomic.Int32
+}
+
+type chunkPool struct{ pool sync.Pool }
+
+func (p *chunkPool) get() *chunk {
+	if c, ok := p.pool.Get().(*chunk); ok {
+		return c
+	}
+	return &chunk{data: make([]byte, 0, wire.OutputChunk)}
+}
+
+func (p *chunkPool) put(c *chunk) {
+	c.data = c.data[:0]
+	p.pool.Put(c)
+}
+
+// release lets go of one reference.
+func (p *chunkPool) release(c *chunk) {
+	if c.refs.Add(-1) == 0 {
+		p.put(c)
+	}
+}
+
+// event returns the message for c, which shares c's data.
+func (c *chunk) event() *pb.ProcessEvent {
+	data := &pb.ProcessEvent_DataEvent{}
+	switch c.from {
+	case stdout:
+		data.Output = &pb.ProcessEvent_DataEvent_Stdout{Stdout: c.data}
+	case stderr:
+		data.Output = &pb.ProcessEvent_DataEvent_Stderr{Stderr: c.data}
+	case terminal:
+		data.Output = &pb.ProcessEvent_DataEvent_Pty{Pty: c.data}
+	}
+	return &pb.ProcessEvent{Event: &pb.ProcessEvent_Data{Data: data}}
+}
+
+// queue is how many chunks wait for one subscriber: enough to read the next
+// while one is being sent, little enough to be nothing in memory.
+const queue = 2
+
+// subscriber is one stream that follows a process.
+type subscriber struct {
+	chunks chan *chunk   // closed after the last one
+	gone   chan struct{} // closed when the stream has ended
+}
+
+// fanout hands the output of one process to whoever follows it. A follower
+// that is slow slows the process down, as a pipe would; one that is gone does
+// not. Without followers the output is dropped.
+type fanout struct {
+	pool *chunkPool
+
+	sending sync.Mutex // one chunk at a time, so that all see the same order
+
+	mu     sync.Mutex
+	subs   map[*subscriber]struct{}
+	closed bool
+}
+
+func (f *fanout) subscribe() *subscriber {
+	s := &subscriber{chunks: make(chan *chunk, queue), gone: make(chan struct{})}
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.closed {
+		close(s.chunks)
+		return s
+	}
+	if f.subs == nil {
+		f.subs = map[*subscriber]struct{}{}
+	}
+	f.subs[s] = struct{}{}
+	return s
+}
+
+// leave ends a subscription; it must be called once.
+func (f *fanout) leave(s *subscriber) {
+	close(s.gone)
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	delete(f.subs, s)
+}
+
+func (f *fanout) send(c *chunk) {
+	f.sending.Lock()
+	defer f.sending.Unlock()
+	f.mu.Lock()
+	subs := make([]*subscriber, 0, len(f.subs))
+	for s := range f.subs {
+		subs = append(subs, s)
+	}
+	f.mu.Unlock()
+	c.refs.Store(int32(len(subs)) + 1) //nolint:gosec // bounded by the connections
+	for _, s := range subs {
+		select {
+		case s.chunks <- c:
+		case <-s.gone:
+			f.pool.release(c)
+		}
+	}
+	f.pool.release(c)
+}
+
+// close tells the followers that there is no more. No send may follow.
+func (f *fanout) close() {
+	f.sending.Lock()
+	defer f.sending.Unlock()
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.closed = true
+	for s := range f.subs {
+		close(s.chunks)
+	}
+	f.subs = nil
+}
+
+// readable waits until f has something and reads it into a chunk from the
+// pool. No chunk is held while there is nothing to read, so a thousand quiet
+// processes cost no buffers. The end of the file gives nil without an error.
+func readable(f *os.File, pool *chunkPool, limit int) (*chunk, error) {
+	raw, err := f.SyscallConn()
+	if err != nil {
+		return nil, err
+	}
+	var c *chunk
+	var readErr error
+	err = raw.Read(func(fd uintptr) bool {
+		c, readErr = readChunk(int(fd), pool, limit)
+		return !again(readErr)
+	})
+	if err != nil {
+		return nil, err
+	}
+	return c, readErr
+}
+
+// tryRead is readable without waiting, whatever deadline f has; EAGAIN means
+// that there was nothing.
+func tryRead(f *os.File, pool *chunkPool, limit int) (*chunk, error) {
+	raw, err := f.SyscallConn()
+	if err != nil {
+		return nil, err
+	}
+	var c *chunk
+	var readErr error
+	err = raw.Control(func(fd uintptr) { c, readErr = readChunk(int(fd), pool, limit) })
+	if err != nil {
+		return nil, err
+	}
+	return c, readErr
+}
+
+func readChunk(fd int, pool *chunkPool, limit int) (*chunk, error) {
+	c := pool.get()
+	n, err := readFD(fd, c.data[:limit])
+	if err != nil || n == 0 {
+		pool.put(c)
+		return nil, err
+	}
+	c.data = c.data[:n]
+	return c, nil
+}

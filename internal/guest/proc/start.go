@@ -1,0 +1,311 @@
+package proc
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"syscall"
+	"time"
+
+	"connectrpc.com/connect"
+	"golang.org/x/sys/unix"
+
+	"bivy/internal/guest/accounts"
+	"bivy/internal/guest/wire"
+	pb "bivy/internal/guest/wire/gen/process"
+)
+
+// start starts what msg asks for as u, and subscribes to it before it can say
+// a word.
+func (s *Service) start(ctx context.Context, u accounts.User, msg *pb.StartRequest) (*Process, *subscriber, error) {
+	run, err := s.prepare(u, msg)
+	if err != nil {
+		return nil, nil, err
+	}
+	if err := s.admit(); err != nil {
+		return nil, nil, err
+	}
+	p, err := s.launch(u, msg, run)
+	if err != nil {
+		s.mu.Lock()
+		s.starting--
+		s.mu.Unlock()
+		return nil, nil, err
+	}
+	sub := p.out.subscribe()
+	if deadline, ok := ctx.Deadline(); ok {
+		p.limit(deadline)
+	}
+	s.mu.Lock()
+	s.starting--
+	s.running[p.pid] = p
+	s.mu.Unlock()
+	// Owned by the process: ends with it, and the guest's end ends everything.
+	go p.run(s.finished)
+	return p, sub, nil
+}
+
+func (s *Service) admit() error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if len(s.running)+s.starting >= MaxProcesses {
+		return wire.NewError(connect.CodeResourceExhausted, wire.ReasonLimit, fmt.Errorf("%d processes run already, which is the most", MaxProcesses))
+	}
+	s.starting++
+	return nil
+}
+
+// command is a start request that has been checked and resolved.
+type command struct {
+	path string
+	argv []string
+	env  []string
+	cwd  string
+}
+
+func refuse(why wire.Reason, format string, args ...any) error {
+	return wire.NewError(connect.CodeInvalidArgument, why, fmt.Errorf(format, args...))
+}
+
+// prepare checks msg and finds the directory and the program, with the eyes of
+// the user.
+func (s *Service) prepare(u accounts.User, msg *pb.StartRequest) (command, error) {
+	cfg := msg.GetProcess()
+	cmd, args, envs, cwd := cfg.GetCmd(), cfg.GetArgs(), cfg.GetEnvs(), cfg.GetCwd()
+	if cfg.GetEscaped() {
+		cmd, args = wire.Unescape(cmd), slices.Clone(args)
+		for i, a := range args {
+			args[i] = wire.Unescape(a)
+		}
+		plain := make(map[string]string, len(envs))
+		for k, v := range envs {
+			plain[wire.Unescape(k)] = wire.Unescape(v)
+		}
+		envs = plain
+	}
+	if m := wire.CheckCommand(cmd, args, envs, cwd); m != nil {
+		return command{}, wire.NewError(connect.CodeInvalidArgument, m.Why, m)
+	}
+	all := s.realm.Env(u, envs)
+	if m := wire.CheckEnv("envs", all); m != nil { // with the sandbox's own
+		return command{}, wire.NewError(connect.CodeInvalidArgument, m.Why, m)
+	}
+	dir, err := s.realm.Path(u, cwd)
+	if err != nil {
+		return command{}, refuse(wire.ReasonCwd, "cwd: %w", err)
+	}
+	c := command{argv: append([]string{cmd}, args...), cwd: dir}
+	for k, v := range all {
+		c.env = append(c.env, k+"="+v)
+	}
+	slices.Sort(c.env)
+	err = u.Do(func() error {
+		if err := checkDir(dir); err != nil {
+			return err
+		}
+		c.path, err = lookPath(cmd, dir, all["PATH"])
+		return err
+	})
+	return c, err
+}
+
+func checkDir(dir string) error {
+	st, err := os.Stat(dir)
+	switch {
+	case errors.Is(err, os.ErrNotExist), errors.Is(err, unix.ENOTDIR):
+		return refuse(wire.ReasonCwd, "cwd '%s' does not exist", wire.Escape(dir))
+	case errors.Is(err, os.ErrPermission):
+		return refuse(wire.ReasonCwd, "cwd '%s' is closed to the user", wire.Escape(dir))
+	case err != nil:
+		return refuse(wire.ReasonCwd, "cwd '%s': %w", wire.Escape(dir), err)
+	case !st.IsDir():
+		return refuse(wire.ReasonCwd, "cwd '%s' is not a directory", wire.Escape(dir))
+	}
+	if unix.Faccessat(unix.AT_FDCWD, dir, unix.X_OK, unix.AT_EACCESS) != nil {
+		return refuse(wire.ReasonCwd, "cwd '%s' is closed to the user", wire.Escape(dir))
+	}
+	return nil
+}
+
+// lookPath finds a program as a shell would: names without a slash in path,
+// others from dir. What exists but cannot be run is told apart from what does
+// not exist, as in a shell's 126 and 127.
+func lookPath(cmd, dir, path string) (string, error) {
+	var found string // something by that name that cannot be run
+	try := func(p string) bool {
+		if !filepath.IsAbs(p) {
+			p = filepath.Join(dir, p)
+		}
+		st, err := os.Stat(p)
+		if err != nil {
+			if errors.Is(err, os.ErrPermission) && strings.Contains(cmd, "/") {
+				found = p
+			}
+			return false
+		}
+		found = p
+		return st.Mode().IsRegular() && unix.Faccessat(unix.AT_FDCWD, p, unix.X_OK, unix.AT_EACCESS) == nil
+	}
+	if strings.Contains(cmd, "/") {
+		if try(cmd) {
+			return found, nil
+		}
+	} else {
+		for _, d := range filepath.SplitList(path) {
+			if d == "" {
+				d = "."
+			}
+			if try(filepath.Join(d, cmd)) {
+				return found, nil
+			}
+		}
+	}
+	if found != "" {
+		return "", refuse(wire.ReasonCommandNotExecutable, "cmd '%s' cannot be executed: permission denied", wire.Escape(cmd))
+	}
+	return "", refuse(wire.ReasonCommandNotFound, "cmd '%s' does not exist", wire.Escape(cmd))
+}
+
+// plumbing is the parent's and the child's ends of everything between them.
+type plumbing struct {
+	files  []uintptr  // the child's 0, 1 and 2
+	child  []int      // to be closed in the parent after the fork
+	parent []*os.File // to be closed when there is no child after all
+}
+
+func (l *plumbing) closeChild() {
+	for _, fd := range l.child {
+		_ = unix.Close(fd) // a pipe end nobody writes through any more
+	}
+}
+
+func (l *plumbing) closeParent() {
+	for _, f := range l.parent {
+		_ = f.Close()
+	}
+}
+
+// pipe returns our end of a new pipe and keeps the child's.
+func (l *plumbing) pipe(read bool) (*os.File, int, error) {
+	var fds [2]int
+	if err := unix.Pipe2(fds[:], unix.O_CLOEXEC); err != nil {
+		return nil, -1, os.NewSyscallError("pipe2", err)
+	}
+	ours, theirs := fds[0], fds[1]
+	if !read {
+		ours, theirs = theirs, ours
+	}
+	l.child = append(l.child, theirs)
+	// Only our end may be non-blocking; the child's is a description of its
+	// own, and programs expect theirs to block.
+	if err := unix.SetNonblock(ours, true); err != nil {
+		_ = unix.Close(ours)
+		return nil, -1, os.NewSyscallError("fcntl", err)
+	}
+	f := os.NewFile(uintptr(ours), "pipe") //nolint:gosec // a descriptor is small
+	l.parent = append(l.parent, f)
+	return f, theirs, nil
+}
+
+// launch makes the plumbing and the process.
+func (s *Service) launch(u accounts.User, msg *pb.StartRequest, run command) (*Process, error) {
+	p := &Process{
+		tag: msg.Tag, config: msg.GetProcess(), reaper: s.reaper,
+		input:  make(chan struct{}, 1),
+		exited: make(chan struct{}), done: make(chan struct{}),
+	}
+	p.out.pool = &s.pool
+	var l plumbing
+	defer l.closeChild()
+	sys := &syscall.SysProcAttr{Setsid: true}
+	var err error
+	if msg.Pty != nil {
+		err = p.plugTerminal(&l, u, msg.GetPty().GetSize())
+		sys.Setctty = true // descriptor 0
+	} else {
+		err = p.plugPipes(&l, msg.Stdin == nil || *msg.Stdin)
+	}
+	if err != nil {
+		l.closeParent()
+		return nil, startError(run, err)
+	}
+	sys.Credential = &syscall.Credential{Uid: u.UID, Gid: u.GID, Groups: u.Groups}
+	attr := &syscall.ProcAttr{Dir: run.cwd, Env: run.env, Files: l.files, Sys: sys}
+	p.pid, p.mark, err = s.spawn(run, attr, p.left)
+	if err != nil {
+		l.closeParent()
+		return nil, startError(run, err)
+	}
+	return p, nil
+}
+
+// spawn retries while the program's file is still open for writing somewhere:
+// in the moment between another fork and its exec, that child holds a copy of
+// a descriptor through which the file was being uploaded.
+func (s *Service) spawn(run command, attr *syscall.ProcAttr, exited func(unix.WaitStatus)) (int, uint64, error) {
+	for wait := time.Millisecond; ; wait *= 2 {
+		pid, mark, err := s.reaper.spawn(run.path, run.argv, attr, exited)
+		if err != unix.ETXTBSY || wait > 64*time.Millisecond {
+			return pid, mark, err
+		}
+		time.Sleep(wait)
+	}
+}
+
+func (p *Process) plugTerminal(l *plumbing, u accounts.User, size *pb.PTY_Size) error {
+	master, slave, err := openPTY(u.UID, size)
+	if err != nil {
+		return err
+	}
+	p.pty, p.outputs = master, []*os.File{master}
+	l.parent = append(l.parent, master)
+	l.child = append(l.child, slave)
+	l.files = []uintptr{uintptr(slave), uintptr(slave), uintptr(slave)} //nolint:gosec // a descriptor is small
+	return nil
+}
+
+func (p *Process) plugPipes(l *plumbing, stdin bool) error {
+	var in int
+	var err error
+	if stdin {
+		p.stdin, in, err = l.pipe(false)
+	} else if in, err = unix.Open("/dev/null", unix.O_RDONLY|unix.O_CLOEXEC, 0); err == nil {
+		l.child = append(l.child, in)
+	}
+	if err != nil {
+		return err
+	}
+	l.files = []uintptr{uintptr(in)} //nolint:gosec // a descriptor is small
+	for range 2 {
+		f, theirs, err := l.pipe(true)
+		if err != nil {
+			return err
+		}
+		p.outputs = append(p.outputs, f)
+		l.files = append(l.files, uintptr(theirs)) //nolint:gosec // a descriptor is small
+	}
+	return nil
+}
+
+// startError says what kept a process from starting.
+func startError(run command, err error) error {
+	cmd := wire.Escape(run.argv[0])
+	switch {
+	case errors.Is(err, unix.ENOENT):
+		// The file itself was seen a moment ago.
+		return refuse(wire.ReasonCommandNotExecutable, "cmd '%s' cannot be executed: its interpreter does not exist", cmd)
+	case errors.Is(err, unix.ENOEXEC):
+		return refuse(wire.ReasonCommandNotExecutable, "cmd '%s' cannot be executed: not a program this machine knows", cmd)
+	case errors.Is(err, unix.EACCES), errors.Is(err, unix.EPERM), errors.Is(err, unix.ETXTBSY), errors.Is(err, unix.ELIBBAD), errors.Is(err, unix.ENOTDIR), errors.Is(err, unix.ELOOP):
+		return refuse(wire.ReasonCommandNotExecutable, "cmd '%s' cannot be executed: %w", cmd, err)
+	case errors.Is(err, unix.E2BIG):
+		return refuse(wire.ReasonArgs, "args and envs together are larger than the kernel takes")
+	case errors.Is(err, unix.EAGAIN), errors.Is(err, unix.ENOMEM), errors.Is(err, unix.EMFILE), errors.Is(err, unix.ENFILE), errors.Is(err, unix.ENOSPC):
+		return wire.NewError(connect.CodeResourceExhausted, wire.ReasonLimit, fmt.Errorf("start '%s': %w", cmd, err))
+	}
+	return connect.NewError(connect.CodeInternal, fmt.Errorf("start '%s': %w", cmd, err))
+}

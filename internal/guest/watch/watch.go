@@ -1,0 +1,330 @@
+// Package watch tells what changes below a directory, over inotify(7).
+package watch
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"syscall"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+
+	"bivy/internal/guest/accounts"
+)
+
+const (
+	// MaxDirs is how many directories one recursive watcher follows.
+	MaxDirs = 8192
+	// maxFound bounds the memory for telling a found entry from its late event.
+	maxFound = 4096
+)
+
+// ErrLost says that there were more changes, or more directories, than could
+// be followed. The watcher is useless from then on.
+var ErrLost = errors.New("more changed than could be followed: some events are lost")
+
+// Kind is what happened to an entry.
+type Kind uint8
+
+// The kinds of events.
+const (
+	Create Kind = iota + 1
+	Write
+	Remove
+	Rename
+	Chmod
+)
+
+// Event is one change. Name is relative to the watched directory; "." is the
+// directory itself.
+type Event struct {
+	Name string
+	Kind Kind
+}
+
+// Watcher follows one directory. Its events must be read, or the kernel's
+// queue overflows and the watcher ends with ErrLost.
+type Watcher struct {
+	// Events is closed at the end, when Err says why.
+	Events <-chan Event
+
+	root      string
+	user      accounts.User
+	recursive bool
+	inotify   *os.File
+	raw       syscall.RawConn // the same, for calls that do not read
+	events    chan Event
+	closing   chan struct{}
+	once      sync.Once
+
+	// Used by the reading goroutine only, once it runs.
+	dirs  map[int32]string    // watch descriptor to path below root, "" for root
+	found map[string]struct{} // entries reported before their event came
+	err   error
+}
+
+const dirMask = unix.IN_CREATE | unix.IN_MODIFY | unix.IN_DELETE | unix.IN_DELETE_SELF | unix.IN_MOVED_FROM |
+	unix.IN_MOVED_TO | unix.IN_MOVE_SELF | unix.IN_ATTRIB | unix.IN_ONLYDIR
+
+// New starts to watch the directory root with the rights of u. Recursive
+// watchers include directories that come later. It must be closed.
+func New(u accounts.User, root string, recursive bool) (*Watcher, error) {
+	fd, err := unix.InotifyInit1(unix.IN_CLOEXEC | unix.IN_NONBLOCK)
+	if err != nil {
+		return nil, os.NewSyscallError("inotify_init1", err)
+	}
+	inotify := os.NewFile(uintptr(fd), "inotify") //nolint:gosec // a descriptor is small
+	raw, err := inotify.SyscallConn()
+	if err != nil {
+		return nil, errors.Join(err, inotify.Close())
+	}
+	events := make(chan Event)
+	w := &Watcher{
+		Events: events, root: root, user: u, recursive: recursive,
+		inotify: inotify, raw: raw, events: events, closing: make(chan struct{}),
+		dirs: map[int32]string{}, found: map[string]struct{}{},
+	}
+	err = u.Do(func() error {
+		if err := w.add(""); err != nil {
+			return err
+		}
+		if !recursive {
+			return nil
+		}
+		return w.descend("", nil)
+	})
+	if err != nil {
+		return nil, errors.Join(err, w.inotify.Close())
+	}
+	go w.run() // ends when Close closes the descriptor
+	return w, nil
+}
+
+// Close ends the watcher.
+func (w *Watcher) Close() error {
+	err := os.ErrClosed
+	w.once.Do(func() {
+		close(w.closing)
+		err = w.inotify.Close()
+	})
+	if errors.Is(err, os.ErrClosed) {
+		return nil
+	}
+	return err
+}
+
+// Err returns why Events was closed: nil after Close, ErrLost, or a fault of
+// the kernel's. It may be called once Events is closed.
+func (w *Watcher) Err() error { return w.err }
+
+// add watches one directory.
+func (w *Watcher) add(dir string) error {
+	if len(w.dirs) >= MaxDirs {
+		return ErrLost
+	}
+	mask := uint32(dirMask)
+	if dir != "" {
+		mask |= unix.IN_DONT_FOLLOW
+	}
+	wd := 0
+	var err error
+	closed := w.raw.Control(func(fd uintptr) {
+		wd, err = unix.InotifyAddWatch(int(fd), filepath.Join(w.root, dir), mask)
+	})
+	switch {
+	case closed != nil:
+		return closed
+	case errors.Is(err, unix.ENOSPC):
+		return ErrLost
+	case err != nil:
+		return &os.PathError{Op: "watch", Path: filepath.Join(w.root, dir), Err: err}
+	}
+	w.dirs[int32(wd)] = dir //nolint:gosec // watch descriptors are small
+	return nil
+}
+
+// descend adds the directories below dir, and reports every entry it finds.
+// What vanishes or is closed to the user is passed over.
+func (w *Watcher) descend(dir string, report func(name string)) error {
+	f, err := os.Open(filepath.Join(w.root, dir))
+	if err != nil {
+		return nil //nolint:nilerr // see above
+	}
+	defer f.Close()
+	for {
+		entries, err := f.ReadDir(256)
+		for _, e := range entries {
+			name := filepath.Join(dir, e.Name())
+			if report != nil {
+				report(name)
+			}
+			if !e.IsDir() {
+				continue
+			}
+			if err := w.add(name); errors.Is(err, ErrLost) {
+				return err
+			} else if err != nil {
+				continue
+			}
+			if err := w.descend(name, report); err != nil {
+				return err
+			}
+		}
+		if err != nil || len(entries) == 0 {
+			return nil //nolint:nilerr // the end, or a directory that went away
+		}
+	}
+}
+
+func (w *Watcher) run() {
+	defer close(w.events)
+	var buf [16 << 10]byte
+	for {
+		n, err := w.inotify.Read(buf[:])
+		if err != nil {
+			if !errors.Is(err, os.ErrClosed) {
+				w.err = fmt.Errorf("read inotify: %w", err)
+			}
+			return
+		}
+		for b := buf[:n]; len(b) >= unix.SizeofInotifyEvent; {
+			raw := rawEvent{
+				wd:   int32(binary.NativeEndian.Uint32(b[unsafe.Offsetof(unix.InotifyEvent{}.Wd):])), //nolint:gosec // the kernel's type
+				mask: binary.NativeEndian.Uint32(b[unsafe.Offsetof(unix.InotifyEvent{}.Mask):]),
+			}
+			length := int(binary.NativeEndian.Uint32(b[unsafe.Offsetof(unix.InotifyEvent{}.Len):]))
+			name := b[unix.SizeofInotifyEvent : unix.SizeofInotifyEvent+length]
+			raw.name = strings.TrimRight(string(name), "\x00")
+			b = b[unix.SizeofInotifyEvent+length:]
+			if !w.handle(raw) {
+				return
+			}
+		}
+	}
+}
+
+type rawEvent struct {
+	wd   int32
+	mask uint32
+	name string
+}
+
+// handle turns one event of the kernel's into ours; false ends the watcher.
+func (w *Watcher) handle(e rawEvent) bool {
+	if e.mask&unix.IN_Q_OVERFLOW != 0 {
+		w.err = ErrLost
+		return false
+	}
+	dir, ok := w.dirs[e.wd]
+	if !ok {
+		return true // of a directory we stopped watching
+	}
+	if e.mask&unix.IN_IGNORED != 0 {
+		delete(w.dirs, e.wd)
+		return true
+	}
+	if e.name == "" && dir != "" {
+		return true // the parent tells it too, with a name
+	}
+	name := filepath.Join(dir, e.name)
+	if name == "" {
+		name = "."
+	}
+	isDir := e.mask&unix.IN_ISDIR != 0
+	if e.mask&unix.IN_MOVED_FROM != 0 && isDir {
+		w.forget(name)
+	}
+	_, known := w.found[name]
+	delete(w.found, name)
+	if e.mask&unix.IN_CREATE != 0 && known {
+		return true
+	}
+	for _, k := range kinds {
+		if e.mask&k.mask != 0 && !w.send(Event{name, k.kind}) {
+			return false
+		}
+	}
+	if w.recursive && isDir && e.mask&(unix.IN_CREATE|unix.IN_MOVED_TO) != 0 {
+		return w.enter(name)
+	}
+	return true
+}
+
+var kinds = [...]struct {
+	mask uint32
+	kind Kind
+}{
+	{unix.IN_CREATE | unix.IN_MOVED_TO, Create},
+	{unix.IN_MODIFY, Write},
+	{unix.IN_DELETE | unix.IN_DELETE_SELF, Remove},
+	{unix.IN_MOVED_FROM | unix.IN_MOVE_SELF, Rename},
+	{unix.IN_ATTRIB, Chmod},
+}
+
+// enter begins to follow a directory that has just appeared. What is already
+// in it gets its event now; the kernel may tell some of it once more.
+func (w *Watcher) enter(dir string) bool {
+	var names []string
+	err := w.user.Do(func() error {
+		if err := w.add(dir); err != nil {
+			return err
+		}
+		return w.descend(dir, func(name string) {
+			names = append(names, name)
+			if len(w.found) < maxFound {
+				w.found[name] = struct{}{}
+			}
+		})
+	})
+	if errors.Is(err, ErrLost) {
+		w.err = err
+		return false
+	}
+	// Any other error: the directory has gone again, or is closed to the user.
+	for _, name := range names {
+		if !w.send(Event{name, Create}) {
+			return false
+		}
+	}
+	return true
+}
+
+// forget stops following a directory that was moved away.
+func (w *Watcher) forget(dir string) {
+	for wd, d := range w.dirs {
+		if d == dir || strings.HasPrefix(d, dir+"/") {
+			delete(w.dirs, wd)
+			_ = w.raw.Control(func(fd uintptr) { // fails only when the watch or the watcher is gone
+				_, _ = unix.InotifyRmWatch(int(fd), uint32(wd)) //nolint:gosec // as the kernel gave it
+			})
+		}
+	}
+}
+
+func (w *Watcher) send(e Event) bool {
+	select {
+	case w.events <- e:
+		return true
+	case <-w.closing:
+		return false
+	}
+}
+
+// IsNetwork reports that path lies on a file system whose changes other
+// machines make, which inotify does not see.
+func IsNetwork(path string) (bool, error) {
+	var st unix.Statfs_t
+	if err := unix.Statfs(path, &st); err != nil {
+		return false, &os.PathError{Op: "statfs", Path: path, Err: err}
+	}
+	switch uint32(st.Type) { //nolint:gosec // the magic numbers are 32 bits wide
+	case unix.NFS_SUPER_MAGIC, unix.SMB_SUPER_MAGIC, unix.SMB2_SUPER_MAGIC, unix.CIFS_SUPER_MAGIC, unix.FUSE_SUPER_MAGIC:
+		return true, nil
+	}
+	return false, nil
+}
