@@ -72,3 +72,6 @@ func (t *Intents) Len() int { return len(t.open) }
 func (i Intent) Lost() Entry {
 	return Entry{Action: IntentLost, Outcome: Failed, Ref: i.Ref, Payload: map[string]any{"seq": i.Seq, "action": i.Action}}
 }
+
+// Clone returns a copy that goes its own way.
+func (t *Intents) Clone() Intents { return Intents{open: maps.Clone(t.open)} }

@@ -1,0 +1,94 @@
+package sqlite
+
+import (
+	"context"
+	"database/sql"
+	"errors"
+	"fmt"
+	"time"
+
+	"bivy/internal/auth"
+	"bivy/internal/kind"
+)
+
+var _ auth.Store = (*Store)(nil)
+
+// PutKey implements auth.Store.
+func (s *Store) PutKey(ctx context.Context, k auth.Key) error {
+	return s.write(ctx, func(b *batch) error {
+		err := b.exec(b.stmt.keyInsert, k.ID, k.Hash[:], string(k.Role), k.Label, micros(k.CreatedAt), k.CreatedBy, micros(k.RevokedAt))
+		if taken(err) {
+			return kind.Errorf(kind.Conflict, "API key %s exists already", k.ID)
+		}
+		return err
+	})
+}
+
+// Keys implements auth.Store.
+func (s *Store) Keys(ctx context.Context) ([]auth.Key, error) {
+	rows, err := s.readDB.QueryContext(ctx, "SELECT id, hash, role, label, created_at, created_by, revoked_at FROM api_key ORDER BY created_at, id")
+	if err != nil {
+		return nil, fmt.Errorf("list API keys: %w", classify(err))
+	}
+	defer rows.Close()
+	var keys []auth.Key
+	for rows.Next() {
+		var k auth.Key
+		var hash []byte
+		var created, revoked int64
+		if err := rows.Scan(&k.ID, &hash, &k.Role, &k.Label, &created, &k.CreatedBy, &revoked); err != nil {
+			return nil, fmt.Errorf("list API keys: %w", classify(err))
+		}
+		if copy(k.Hash[:], hash) != len(k.Hash) || len(hash) != len(k.Hash) {
+			return nil, fmt.Errorf("stored API key %s: its hash has %d bytes", k.ID, len(hash))
+		}
+		k.CreatedAt, k.RevokedAt = fromMicros(created), fromMicros(revoked)
+		keys = append(keys, k)
+	}
+	if err := rows.Err(); err != nil {
+		return nil, fmt.Errorf("list API keys: %w", classify(err))
+	}
+	return keys, nil
+}
+
+// RevokeKey implements auth.Store.
+func (s *Store) RevokeKey(ctx context.Context, id string, at time.Time) error {
+	return s.write(ctx, func(b *batch) error {
+		res, err := b.stmt.keyRevoke.ExecContext(context.Background(), micros(at), id)
+		if err != nil {
+			return err
+		}
+		if n, err := res.RowsAffected(); err != nil || n > 0 {
+			return err
+		}
+		var one int
+		err = b.conn.QueryRowContext(context.Background(), "SELECT 1 FROM api_key WHERE id = ?", id).Scan(&one)
+		if errors.Is(err, sql.ErrNoRows) {
+			return kind.Errorf(kind.NotFound, "API key %.64q does not exist", id).WithField("key")
+		}
+		return err // nil: it was revoked before
+	})
+}
+
+// Meta returns a small value that SetMeta kept; "" for none.
+func (s *Store) Meta(ctx context.Context, key string) (string, error) {
+	var value string
+	err := s.readDB.QueryRowContext(ctx, "SELECT value FROM meta WHERE key = ?", key).Scan(&value)
+	if err != nil && !errors.Is(err, sql.ErrNoRows) {
+		return "", fmt.Errorf("read meta %s: %w", key, classify(err))
+	}
+	return value, nil
+}
+
+// SetMeta keeps a small value of the host or the daemon, such as the id of
+// the last boot.
+func (s *Store) SetMeta(ctx context.Context, key, value string) error {
+	return s.write(ctx, func(b *batch) error { return b.exec(b.stmt.metaPut, key, value) })
+}
+
+func fromMicros(n int64) time.Time {
+	if n == 0 {
+		return time.Time{}
+	}
+	return time.UnixMicro(n).UTC()
+}

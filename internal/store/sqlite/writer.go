@@ -1,0 +1,281 @@
+package sqlite
+
+import (
+	"context"
+	"database/sql"
+	"errors"
+	"fmt"
+	"maps"
+	"sync/atomic"
+
+	lib "modernc.org/sqlite/lib"
+
+	"bivy/internal/audit"
+	"bivy/internal/kind"
+	"bivy/internal/session"
+)
+
+// maxBatch bounds how many requests share one transaction.
+const maxBatch = 256
+
+// request is one caller's write. Whoever moves state away from waiting first,
+// the writer or a caller that gives up, decides whether it happens.
+type request struct {
+	do    func(*batch) error
+	state atomic.Int32
+	done  chan error
+}
+
+const (
+	waiting int32 = iota
+	takenUp
+	withdrawn
+)
+
+// write has the writer run do and returns when its effect is durable, or with
+// an error when there is none. A caller that gives up while its request waits
+// withdraws it; once it is being written the answer is waited for, because
+// nobody could say otherwise what became of it.
+func (s *Store) write(ctx context.Context, do func(*batch) error) error {
+	r := &request{do: do, done: make(chan error, 1)}
+	select {
+	case <-s.closing:
+		return errClosed()
+	default:
+	}
+	select {
+	case s.queue <- r:
+	case <-s.closing:
+		return errClosed()
+	case <-ctx.Done():
+		return kind.Wrap(kind.Unavailable, ctx.Err())
+	}
+	select {
+	case err := <-r.done:
+		return err
+	case <-ctx.Done():
+		if r.state.CompareAndSwap(waiting, withdrawn) {
+			return kind.Wrap(kind.Unavailable, ctx.Err())
+		}
+		return <-r.done
+	case <-s.stopped:
+		// It may have been answered before the writer went.
+		select {
+		case err := <-r.done:
+			return err
+		default:
+			return errClosed()
+		}
+	}
+}
+
+func errClosed() error { return kind.Errorf(kind.Unavailable, "the store is closing") }
+
+// writer owns the one connection that writes. Only its goroutine touches it.
+type writer struct {
+	store  *Store
+	conn   *sql.Conn
+	stmt   statements
+	live   map[session.ID]*record // as committed; sessions that have not ended
+	broken error                  // why nothing can be written any more
+}
+
+type statements struct {
+	begin, commit, rollback, savepoint, release, undo        *sql.Stmt
+	sessionInsert, sessionUpdate, sessionSelect, labelInsert *sql.Stmt
+	eventInsert, eventLast, eventActions, sealInsert         *sql.Stmt
+	idempotencySelect, idempotencyPut, idempotencyExpire     *sql.Stmt
+	keyInsert, keyRevoke, metaPut                            *sql.Stmt
+}
+
+func newWriter(ctx context.Context, s *Store, conn *sql.Conn) (*writer, error) {
+	w := &writer{store: s, conn: conn, live: make(map[session.ID]*record)}
+	for into, text := range map[**sql.Stmt]string{
+		&w.stmt.begin:     "BEGIN IMMEDIATE",
+		&w.stmt.commit:    "COMMIT",
+		&w.stmt.rollback:  "ROLLBACK",
+		&w.stmt.savepoint: "SAVEPOINT request",
+		&w.stmt.release:   "RELEASE request",
+		&w.stmt.undo:      "ROLLBACK TO request",
+
+		&w.stmt.sessionInsert: "INSERT INTO session (id, version, state, owner, created_at, ended_at, spec, body) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+		&w.stmt.sessionUpdate: "UPDATE session SET version = ?, state = ?, ended_at = ?, body = ? WHERE n = ?",
+		&w.stmt.sessionSelect: "SELECT n, spec, body FROM session WHERE id = ?",
+		&w.stmt.labelInsert:   "INSERT INTO label (key, value, session) VALUES (?, ?, ?)",
+
+		&w.stmt.eventInsert:  "INSERT INTO event (session, seq, action, ref, raw, hash, salt, payload) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+		&w.stmt.eventLast:    "SELECT seq, lower(hex(hash)) FROM event WHERE session = ? ORDER BY seq DESC LIMIT 1",
+		&w.stmt.eventActions: eventActionsQuery,
+		&w.stmt.sealInsert:   "INSERT INTO seal (session, envelope) VALUES (?, ?)",
+
+		&w.stmt.idempotencySelect: "SELECT i.digest, i.expires_at, s.spec, s.body FROM idempotency i JOIN session s ON s.n = i.session WHERE i.scope = ? AND i.key = ?",
+		&w.stmt.idempotencyPut:    "INSERT OR REPLACE INTO idempotency (scope, key, digest, session, expires_at) VALUES (?, ?, ?, ?, ?)",
+		&w.stmt.idempotencyExpire: "DELETE FROM idempotency WHERE expires_at <= ?",
+
+		&w.stmt.keyInsert: "INSERT INTO api_key (id, hash, role, label, created_at, created_by, revoked_at) VALUES (?, ?, ?, ?, ?, ?, ?)",
+		&w.stmt.keyRevoke: "UPDATE api_key SET revoked_at = ? WHERE id = ? AND revoked_at = 0",
+		&w.stmt.metaPut:   "INSERT INTO meta (key, value) VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value",
+	} {
+		var err error
+		if *into, err = conn.PrepareContext(ctx, text); err != nil {
+			return nil, fmt.Errorf("prepare %q: %w", text, classify(err))
+		}
+	}
+	return w, nil
+}
+
+func (w *writer) close() error { return w.conn.Close() }
+
+// run serves requests until the store closes and the queue is empty.
+func (w *writer) run() {
+	defer close(w.store.stopped)
+	requests := make([]*request, 0, maxBatch)
+	for {
+		select {
+		case r := <-w.store.queue:
+			requests = append(requests[:0], r)
+		case <-w.store.closing:
+			select {
+			case r := <-w.store.queue:
+				requests = append(requests[:0], r)
+			default:
+				return
+			}
+		}
+	gather:
+		for len(requests) < maxBatch {
+			select {
+			case r := <-w.store.queue:
+				requests = append(requests, r)
+			default:
+				break gather
+			}
+		}
+		w.serve(requests)
+	}
+}
+
+// serve runs the requests in one transaction and answers each.
+func (w *writer) serve(requests []*request) {
+	accepted := requests[:0]
+	for _, r := range requests {
+		if r.state.CompareAndSwap(waiting, takenUp) {
+			accepted = append(accepted, r)
+		}
+	}
+	if len(accepted) == 0 {
+		return
+	}
+	results := make([]error, len(accepted))
+	if err := w.transact(accepted, results); err != nil {
+		for i := range results {
+			if results[i] == nil {
+				results[i] = err
+			}
+		}
+	}
+	for i, r := range accepted {
+		r.done <- results[i]
+	}
+}
+
+// transact fills results with the errors of single requests and returns the
+// error that undid all of them, if there was one.
+func (w *writer) transact(requests []*request, results []error) error {
+	if w.broken != nil {
+		return w.broken
+	}
+	if err := w.exec(w.stmt.begin); err != nil {
+		return classify(err)
+	}
+	b := &batch{writer: w, moment: w.store.moment(), staged: make(map[session.ID]*record)}
+	succeeded := 0
+	for i, r := range requests {
+		err := w.attempt(b, r, len(requests) > 1)
+		var broken *transactionError
+		if err != nil && (endsTransaction(err) || errors.As(err, &broken)) {
+			return errors.Join(classify(err), w.abandon())
+		}
+		if results[i] = classify(err); err == nil {
+			succeeded++
+		}
+	}
+	if succeeded == 0 {
+		return w.abandon()
+	}
+	if err := w.exec(w.stmt.commit); err != nil {
+		if code(err)&0xff == lib.SQLITE_IOERR {
+			// The log may or may not be on the disk, and after a sync that
+			// failed no later one can be believed.
+			w.broken = kind.Errorf(kind.Unavailable, "the record cannot be written since the disk failed: %w", err).
+				WithHint("mend the disk and restart bivy")
+			w.store.log.Error("the store is read-only from now on", "err", err)
+		}
+		return errors.Join(classify(err), w.abandon())
+	}
+	for id, rec := range b.staged {
+		if rec.state.Terminal() {
+			delete(w.live, id)
+		} else {
+			w.live[id] = rec
+		}
+	}
+	w.store.commits.Add(1)
+	w.store.requests.Add(uint64(succeeded))
+	return nil
+}
+
+// attempt runs one request. With guard a failure undoes that request alone;
+// without, whoever called undoes the transaction, in which nothing else is.
+func (w *writer) attempt(b *batch, r *request, guard bool) error {
+	if guard {
+		if err := w.exec(w.stmt.savepoint); err != nil {
+			return &transactionError{err}
+		}
+	}
+	b.mine = make(map[session.ID]*record, 1)
+	if err := r.do(b); err != nil {
+		if guard && !endsTransaction(err) {
+			if undo := errors.Join(w.exec(w.stmt.undo), w.exec(w.stmt.release)); undo != nil {
+				return &transactionError{undo}
+			}
+		}
+		return err
+	}
+	if guard {
+		if err := w.exec(w.stmt.release); err != nil {
+			return &transactionError{err}
+		}
+	}
+	maps.Copy(b.staged, b.mine)
+	return nil
+}
+
+// transactionError is a failure after which the transaction may hold part of
+// a request, so that all of it must be undone.
+type transactionError struct{ err error }
+
+func (e *transactionError) Error() string { return "keep one write from another: " + e.err.Error() }
+func (e *transactionError) Unwrap() error { return e.err }
+
+// abandon rolls back, whether or not SQLite did so itself already.
+func (w *writer) abandon() error {
+	err := w.exec(w.stmt.rollback)
+	if code(err) == lib.SQLITE_ERROR { // no transaction is active
+		return nil
+	}
+	return classify(err)
+}
+
+func (w *writer) exec(s *sql.Stmt, args ...any) error {
+	_, err := s.ExecContext(context.Background(), args...)
+	return err
+}
+
+// batch is the transaction that requests are written in.
+type batch struct {
+	*writer
+	moment audit.Moment
+	staged map[session.ID]*record // by requests of this transaction that succeeded
+	mine   map[session.ID]*record // by the request that runs
+}
