@@ -248,7 +248,6 @@ const (
 var (
 	packageName = regexp.MustCompile(`^[a-z0-9][a-z0-9+.-]{1,127}$`)
 	userName    = regexp.MustCompile(`^[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}(:[A-Za-z0-9_][A-Za-z0-9_.-]{0,63})?$`)
-	envName     = regexp.MustCompile(`^[^=\x00]{1,1024}$`)
 )
 
 // Validate reports the first field of s that is wrong.
@@ -270,7 +269,7 @@ func (s Spec) Validate() error {
 	}
 	total := 0
 	for k, v := range s.Env {
-		if !envName.MatchString(k) || !utf8.ValidString(k) || !utf8.ValidString(v) || strings.ContainsRune(v, 0) {
+		if k == "" || strings.ContainsAny(k, "=\x00") || !utf8.ValidString(k) || !utf8.ValidString(v) || strings.ContainsRune(v, 0) {
 			return bad("env", "variable %.64q: want a non-empty name without '=', and text without NUL", k)
 		}
 		total += len(k) + len(v) + 2

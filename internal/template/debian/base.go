@@ -69,6 +69,7 @@ const (
 	profile = `# For login shells of every user. Builtins only: a login shell starts no program.
 
 case ":${PATH-}:" in
+*::* | *:.:*) PATH="` + defaultPath + `" ;;
 *:/usr/bin:*) ;;
 *) PATH="` + defaultPath + `" ;;
 esac

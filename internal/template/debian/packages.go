@@ -128,6 +128,7 @@ func (p *Packages) Load(ctx context.Context, t *tree.Tree, _ *tree.Spool, progre
 	if err := generate(t, p.packages); err != nil {
 		return source.Defaults{}, err
 	}
+	settleTimes(t)
 	return source.Defaults{
 		Env:     map[string]string{"PATH": defaultPath, "LANG": "C.UTF-8"},
 		User:    userName,
@@ -174,6 +175,19 @@ var leftOut = map[string]left{
 	"/var/":   dirsOnly,
 
 	"/etc/alternatives/":          skip, // made for what the image holds
+	"/etc/bash_completion.d/":     skip,
+	"/etc/rc0.d/":                 skip,
+	"/etc/rc1.d/":                 skip,
+	"/etc/rc2.d/":                 skip,
+	"/etc/rc3.d/":                 skip,
+	"/etc/rc4.d/":                 skip,
+	"/etc/rc5.d/":                 skip,
+	"/etc/rc6.d/":                 skip,
+	"/etc/rcS.d/":                 skip,
+	"/usr/lib/valgrind/":          skip,
+	"/usr/share/applications/":    skip,
+	"/usr/share/gitweb/":          skip,
+	"/usr/share/pixmaps/":         skip,
 	"/etc/apt/":                   skip, // may hold credentials, and names mirrors of this host
 	"/etc/cron.d/":                skip,
 	"/etc/cron.daily/":            skip,
@@ -202,7 +216,6 @@ var leftOut = map[string]left{
 	"/usr/share/man/":             skip,
 	"/usr/share/menu/":            skip,
 	"/usr/share/zsh/":             skip,
-	"/usr/share/common-licenses/": keep,
 }
 
 // verdict finds the longest prefix of leftOut for name.
@@ -217,6 +230,12 @@ func verdict(name string) left {
 		}
 		at = at[:cut+1]
 	}
+}
+
+// perlHeader reports whether name is one of the C headers that Perl brings to
+// build modules with, a third of its size.
+func perlHeader(name string) bool {
+	return strings.HasSuffix(name, ".h") && strings.Contains(name, "/perl/") && strings.Contains(name, "/CORE/")
 }
 
 // copier takes the files of packages into a tree.
@@ -242,7 +261,7 @@ func (c *copier) pkg(x *pkg) error {
 	for _, listed := range files {
 		name := c.real(path.Clean(listed))
 		v := verdict(name)
-		if v == skip {
+		if v == skip || perlHeader(name) {
 			continue
 		}
 		fi, err := c.host.Lstat(name[1:])
@@ -358,6 +377,23 @@ func mapOwner(ino *tree.Inode) {
 		ino.GID = 0
 		ino.Mode &^= unix.S_ISGID
 	}
+}
+
+// settleTimes gives what has no time of its own, directories and what was
+// generated, that of the newest file: the same packages give the same image,
+// and nothing is from 1970, which some programs refuse to pack.
+func settleTimes(t *tree.Tree) {
+	var newest int64
+	_ = t.Walk(func(_ string, ino *tree.Inode) error { // the function never fails
+		newest = max(newest, ino.Mtime)
+		return nil
+	})
+	_ = t.Walk(func(_ string, ino *tree.Inode) error {
+		if ino.Mtime == 0 {
+			ino.Mtime = newest
+		}
+		return nil
+	})
 }
 
 func dirInode(mode uint32) *tree.Inode { return &tree.Inode{Mode: unix.S_IFDIR | mode} }

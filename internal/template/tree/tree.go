@@ -188,11 +188,17 @@ func (t *Tree) ChargeBytes(name string, n int64) error {
 // Symlinks on the way are followed inside the tree, where the root is its own
 // parent: layers made on a merged-/usr system name files through /lib.
 func (t *Tree) dir(name string, parts []string, create bool) (*Inode, error) {
-	return t.descend(name, parts, create, new(int))
+	at, err := t.descend(name, parts, create)
+	if err != nil || at == nil {
+		return nil, err
+	}
+	return at[len(at)-1], nil
 }
 
-func (t *Tree) descend(name string, parts []string, create bool, hops *int) (*Inode, error) {
+// descend is dir that returns the directories from the root to the one named.
+func (t *Tree) descend(name string, parts []string, create bool) ([]*Inode, error) {
 	at := []*Inode{t.root}
+	hops := 0
 	queue := slices.Clone(parts)
 	for len(queue) > 0 {
 		part := queue[0]
@@ -227,7 +233,7 @@ func (t *Tree) descend(name string, parts []string, create bool, hops *int) (*In
 		case next.IsDir():
 			at = append(at, next)
 		case next.IsSymlink():
-			if *hops++; *hops > maxHops {
+			if hops++; hops > maxHops {
 				return nil, t.Refuse(name, "more than %d symlinks in the path", maxHops)
 			}
 			if strings.HasPrefix(next.Target, "/") {
@@ -238,7 +244,7 @@ func (t *Tree) descend(name string, parts []string, create bool, hops *int) (*In
 			return nil, t.Refuse(name, "%q is a file, not a directory", part)
 		}
 	}
-	return at[len(at)-1], nil
+	return at, nil
 }
 
 // Put adds or replaces an entry. A directory put over a directory keeps its
@@ -525,11 +531,15 @@ func (t *Tree) Protect(name string) error {
 		return err
 	}
 	for n := 0; n <= len(parts); n++ {
-		dir, err := t.dir(name, parts[:n], true)
+		// Each step anew: a symlink may lead through directories that a later
+		// step is not in.
+		at, err := t.descend(name, parts[:n], true)
 		if err != nil {
 			return err
 		}
-		dir.UID, dir.GID, dir.Mode = 0, 0, dir.Mode&^0o022
+		for _, d := range at {
+			d.UID, d.GID, d.Mode = 0, 0, d.Mode&^0o022
+		}
 	}
 	return nil
 }
