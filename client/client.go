@@ -201,7 +201,7 @@ func (c *Client) CreateKey(ctx context.Context, k CreateKey) (CreatedKey, error)
 	return out, c.json(ctx, "POST", "/v1/keys", nil, k, &out, "")
 }
 
-// Keys returns every API key that was not revoked.
+// Keys returns every API key, revoked ones too.
 func (c *Client) Keys(ctx context.Context) ([]Key, error) {
 	var p Page[Key]
 	return p.Items, c.json(ctx, "GET", "/v1/keys", nil, nil, &p, "")

@@ -10,19 +10,15 @@ import (
 )
 
 // FileOptions are beside the path of a file; zero fields mean the session's
-// own. Mode is of files that are written.
+// own.
 type FileOptions struct {
 	User string
-	Mode uint32 // permission bits; 0: 0644, or what the file has
 }
 
 func (o FileOptions) query(path string) url.Values {
 	q := url.Values{"path": {path}}
 	if o.User != "" {
 		q.Set("user", o.User)
-	}
-	if o.Mode != 0 {
-		q.Set("mode", "0"+strconv.FormatUint(uint64(o.Mode), 8))
 	}
 	return q
 }

@@ -360,17 +360,17 @@ const (
 // Key is an API key, without its secret.
 type Key struct {
 	ID        string    `json:"id"`
-	Name      string    `json:"name"`
+	Label     string    `json:"label,omitempty"` // what its owner calls it
 	Role      Role      `json:"role"`
 	CreatedAt time.Time `json:"created_at"`
-	ExpiresAt time.Time `json:"expires_at,omitzero"`
+	CreatedBy string    `json:"created_by"`
+	RevokedAt time.Time `json:"revoked_at,omitzero"` // absent while it is good
 }
 
 // CreateKey is the body of POST /v1/keys.
 type CreateKey struct {
-	Name           string `json:"name"`
-	Role           Role   `json:"role"`
-	ExpiresSeconds int64  `json:"expires_seconds,omitempty"` // from now; 0: never
+	Label string `json:"label,omitempty"`
+	Role  Role   `json:"role"`
 }
 
 // CreatedKey is a new key with its secret, which is shown this once.

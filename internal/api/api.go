@@ -22,6 +22,7 @@ import (
 	"time"
 
 	"bivy/client"
+	"bivy/internal/auth"
 	"bivy/internal/kind"
 	"bivy/internal/session"
 )
@@ -244,7 +245,7 @@ func (h *Handler) run(w *response, req *http.Request, r route) {
 		if err := c.checkQuery(); err != nil {
 			return err
 		}
-		if r.session != none {
+		if strings.Contains(r.pattern, "{session}") {
 			if err := c.loadSession(); err != nil {
 				return err
 			}
@@ -258,41 +259,35 @@ func (h *Handler) run(w *response, req *http.Request, r route) {
 
 // call is one request on its way through its route.
 type call struct {
-	h     *Handler
-	w     *response
-	req   *http.Request
-	ctl   *http.ResponseController
-	route route
-	key   Key
-	sess  session.Session // of routes below a session
+	h      *Handler
+	w      *response
+	req    *http.Request
+	ctl    *http.ResponseController
+	route  route
+	caller auth.Caller
+	sess   session.Session // of routes below a session
 }
 
 func (c *call) ctx() context.Context { return c.req.Context() }
 
 // actor is who does what this request asks for.
-func (c *call) actor() session.Principal { return session.Principal{Subject: c.key.subject()} }
+func (c *call) actor() session.Principal { return c.caller.Principal }
 
 func (c *call) authorise() error {
-	if c.route.roles == public {
+	if c.route.public != "" {
 		return nil
 	}
-	scheme, secret, ok := strings.Cut(c.req.Header.Get("Authorization"), " ")
-	if !ok || !strings.EqualFold(scheme, "Bearer") || secret == "" {
-		c.w.Header().Set("WWW-Authenticate", `Bearer realm="bivy"`)
-		return kind.Errorf(kind.Unauthentic, "an API key is required").
-			WithHint("send it as: Authorization: Bearer KEY")
+	token := c.req.Header.Get("X-API-Key")
+	if scheme, bearer, ok := strings.Cut(c.req.Header.Get("Authorization"), " "); ok && strings.EqualFold(scheme, "Bearer") {
+		token = bearer
 	}
-	key, err := c.h.o.Keys.Authenticate(c.ctx(), secret)
+	caller, err := c.h.o.Keys.Authenticate(c.ctx(), token)
 	if err != nil {
 		c.w.Header().Set("WWW-Authenticate", `Bearer realm="bivy"`)
 		return err
 	}
-	c.key = key
-	if !c.route.roles.has(key.Role) {
-		return kind.Errorf(kind.Denied, "a key with role %s may not do this", key.Role).
-			WithHint("it takes a key with role %s", c.route.roles)
-	}
-	return nil
+	c.caller = caller
+	return caller.Allow(c.route.need)
 }
 
 func (c *call) checkQuery() error {
@@ -348,9 +343,6 @@ func (c *call) loadSession() error {
 	if err != nil {
 		return err
 	}
-	if c.key.Role == Developer && s.Owner.Subject != c.key.subject() {
-		return kind.Errorf(kind.NotFound, "session %s does not exist", id)
-	}
 	c.sess = s
-	return nil
+	return c.caller.AllowSession(c.route.need, id, s.Owner)
 }

@@ -40,7 +40,8 @@ func startCommand(c *call) error {
 	}
 	defer p.Detach()
 	if typ == "application/json" {
-		return c.reply(http.StatusCreated, commandOut(p.Info()))
+		id, _ := p.Identity()
+		return c.describe(http.StatusCreated, id)
 	}
 	s := &stream{c: c, p: p, enc: newEncoder(typ), frames: frames, kill: in.OnDisconnect == client.Kill}
 	return s.run()
@@ -98,16 +99,7 @@ func attachCommand(c *call) error {
 		return err
 	}
 	if typ == "application/json" {
-		list, err := c.h.o.Commands.Commands(c.ctx(), c.sess.ID)
-		if err != nil {
-			return err
-		}
-		for _, info := range list {
-			if info.ID == c.req.PathValue("command") {
-				return c.reply(http.StatusOK, commandOut(info))
-			}
-		}
-		return kind.Errorf(kind.NotFound, "session %s has no command %.64q that runs or ended a moment ago", c.sess.ID, c.req.PathValue("command"))
+		return c.describe(http.StatusOK, c.req.PathValue("command"))
 	}
 	p, err := c.attach()
 	if err != nil {
@@ -116,6 +108,20 @@ func attachCommand(c *call) error {
 	defer p.Detach()
 	s := &stream{c: c, p: p, enc: newEncoder(typ)}
 	return s.run()
+}
+
+// describe answers with what is known of one command.
+func (c *call) describe(status int, id string) error {
+	list, err := c.h.o.Commands.Commands(c.ctx(), c.sess.ID)
+	if err != nil {
+		return err
+	}
+	for _, info := range list {
+		if info.ID == id {
+			return c.reply(status, commandOut(info))
+		}
+	}
+	return kind.Errorf(kind.NotFound, "session %s has no command %.64q that runs or just ended", c.sess.ID, id)
 }
 
 func (c *call) attach() (Process, error) {
@@ -219,8 +225,8 @@ func (s *stream) output(ctx context.Context) (ended bool, err error) {
 		}
 	}()
 
-	info := s.p.Info()
-	if err := s.enc.started(s.out, client.Started{ID: info.ID, PID: info.PID}); err != nil {
+	id, pid := s.p.Identity()
+	if err := s.enc.started(s.out, client.Started{ID: id, PID: pid}); err != nil {
 		return false, errCallerGone
 	}
 	if len(events) == 0 {
@@ -291,7 +297,7 @@ func (s *stream) killCommand() {
 	defer cancel()
 	if err := s.p.Signal(ctx, killSignal); err != nil && !kind.Is(err, kind.NotFound) {
 		s.c.h.log.Warn("command not killed after its caller went", "session", s.c.sess.ID,
-			"command", s.p.Info().ID, "error", err)
+			"command", s.c.req.PathValue("command"), "error", err)
 	}
 }
 
@@ -358,37 +364,48 @@ func commandStdin(c *call) error {
 	if err := c.wantType("application/octet-stream"); err != nil {
 		return err
 	}
-	p, err := c.attach()
-	if err != nil {
-		return err
-	}
-	defer p.Detach()
-	buf := make([]byte, 32<<10)
-	for {
-		n, err := c.req.Body.Read(buf)
-		if n > 0 {
-			if err := p.Write(c.ctx(), buf[:n]); err != nil {
-				drain(c.req.Body)
-				return err
+	return c.withProcess(func(p Process) error {
+		buf := make([]byte, 32<<10)
+		for {
+			n, err := c.req.Body.Read(buf)
+			if n > 0 {
+				if err := p.Write(c.ctx(), buf[:n]); err != nil {
+					drain(c.req.Body)
+					return err
+				}
+			}
+			if errors.Is(err, io.EOF) {
+				return nil
+			}
+			if err != nil {
+				return kind.Errorf(kind.Invalid, "reading the body: %w", err)
 			}
 		}
-		if errors.Is(err, io.EOF) {
-			return c.nothing()
-		}
-		if err != nil {
-			return kind.Errorf(kind.Invalid, "reading the body: %w", err)
-		}
-	}
+	})
 }
 
-// withProcess calls fn for the command of the path.
+// withProcess calls fn for the command of the path. Meanwhile it takes the
+// output that comes, for nobody, because the command would wait.
 func (c *call) withProcess(fn func(p Process) error) error {
 	p, err := c.attach()
 	if err != nil {
 		return err
 	}
-	defer p.Detach()
-	if err := fn(p); err != nil {
+	ctx, stop := context.WithCancel(c.ctx())
+	taken := make(chan struct{})
+	go func() { // waited for below, on taken
+		defer close(taken)
+		for {
+			if _, err := p.Next(ctx); err != nil {
+				return
+			}
+		}
+	}()
+	err = fn(p)
+	stop()
+	<-taken
+	p.Detach()
+	if err != nil {
 		return err
 	}
 	return c.nothing()

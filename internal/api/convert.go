@@ -1,13 +1,13 @@
 package api
 
 import (
+	"strings"
 	"time"
 	"unicode/utf8"
 
-	"strings"
-
 	"bivy/client"
 	"bivy/internal/audit"
+	"bivy/internal/auth"
 	"bivy/internal/driver"
 	"bivy/internal/lifecycle"
 	"bivy/internal/session"
@@ -227,6 +227,6 @@ func templateIn(b client.BuildTemplate) template.Spec {
 	return s
 }
 
-func keyOut(k Key) client.Key {
-	return client.Key{ID: k.ID, Name: k.Name, Role: client.Role(k.Role), CreatedAt: k.CreatedAt, ExpiresAt: k.ExpiresAt}
+func keyOut(k auth.Key) client.Key {
+	return client.Key{ID: k.ID, Label: k.Label, Role: client.Role(k.Role), CreatedAt: k.CreatedAt, CreatedBy: k.CreatedBy, RevokedAt: k.RevokedAt}
 }

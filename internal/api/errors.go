@@ -64,7 +64,7 @@ func wireError(err error, request string) client.Error {
 // refused with err, or 0.
 func exitCodeOf(err error) int {
 	var e interface{ ExitCode() int }
-	if errors.As(err, &e) {
+	if kind.Is(err, kind.Invalid) && errors.As(err, &e) {
 		return e.ExitCode()
 	}
 	return lifecycle.ExitCodeOf(err)

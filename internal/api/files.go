@@ -4,10 +4,8 @@ import (
 	"encoding/json"
 	"io"
 	"net/http"
-	"strconv"
 
 	"bivy/client"
-	"bivy/internal/kind"
 )
 
 func readFile(c *call) error {
@@ -70,13 +68,7 @@ func writeFile(c *call) error {
 	if err != nil {
 		return err
 	}
-	var mode uint64
-	if s := c.param("mode"); s != "" {
-		if mode, err = strconv.ParseUint(s, 8, 32); err != nil || mode == 0 || mode > 0o7777 {
-			return kind.Errorf(kind.Invalid, "%.20q; want permission bits in octal, e.g. 0644", s).WithField("mode")
-		}
-	}
-	info, err := c.h.o.Files.WriteFile(c.ctx(), c.sess.ID, c.actor(), path, c.param("user"), uint32(mode), c.req.Body)
+	info, err := c.h.o.Files.WriteFile(c.ctx(), c.sess.ID, c.actor(), path, c.param("user"), c.req.Body, c.req.ContentLength)
 	if err != nil {
 		drain(c.req.Body)
 		return err

@@ -3,11 +3,12 @@ package api
 import (
 	"context"
 	"io"
-	"time"
 
 	"bivy/internal/audit"
+	"bivy/internal/auth"
 	"bivy/internal/driver"
 	"bivy/internal/lifecycle"
+	"bivy/internal/secret"
 	"bivy/internal/session"
 	"bivy/internal/template"
 )
@@ -16,7 +17,7 @@ import (
 type Sessions interface {
 	Create(ctx context.Context, req lifecycle.CreateRequest) (session.Session, lifecycle.Timing, error)
 	Get(ctx context.Context, id session.ID) (session.Session, error)
-	List(ctx context.Context, f lifecycle.Filter, cursor string, limit int) ([]session.Session, string, error)
+	List(ctx context.Context, f session.Filter, cursor string, limit int) ([]session.Session, string, error)
 	End(ctx context.Context, req lifecycle.EndRequest) (session.Session, error)
 	SetTimeout(ctx context.Context, id session.ID, actor session.Principal, seconds session.Seconds) (session.Session, error)
 	Stats(ctx context.Context, id session.ID) (driver.Stats, error)
@@ -29,10 +30,11 @@ type Commands interface {
 	Commands(ctx context.Context, id session.ID) ([]lifecycle.CommandInfo, error)
 }
 
-// Process is one caller's hold on a command. lifecycle.Process is one.
+// Process is one caller's hold on a command. Its output waits for every hold,
+// so Next must be called, or Detach.
 type Process interface {
-	// Info says what runs.
-	Info() lifecycle.CommandInfo
+	// Identity is the command's id and its pid inside the session.
+	Identity() (id string, pid uint32)
 	// Next waits for output or the end. Data belongs to the caller.
 	Next(ctx context.Context) (lifecycle.Event, error)
 	Write(ctx context.Context, b []byte) error
@@ -46,7 +48,7 @@ type Process interface {
 // Files moves files in and out of sessions.
 type Files interface {
 	ReadFile(ctx context.Context, id session.ID, actor session.Principal, path, user string) (io.ReadCloser, lifecycle.FileInfo, error)
-	WriteFile(ctx context.Context, id session.ID, actor session.Principal, path, user string, mode uint32, r io.Reader) (lifecycle.FileInfo, error)
+	WriteFile(ctx context.Context, id session.ID, actor session.Principal, path, user string, r io.Reader, size int64) (lifecycle.FileInfo, error)
 	Stat(ctx context.Context, id session.ID, path, user string) (lifecycle.FileInfo, error)
 	ListDir(ctx context.Context, id session.ID, path, user string, depth int) ([]lifecycle.FileInfo, error)
 	MakeDir(ctx context.Context, id session.ID, actor session.Principal, path, user string) (lifecycle.FileInfo, error)
@@ -69,45 +71,43 @@ type Templates interface {
 	Remove(nameOrDigest string) error
 }
 
-// Keys keeps API keys.
+// Keys keeps API keys. auth.Keyring is one.
 type Keys interface {
-	// Authenticate returns whose key secret is; Unauthentic when nobody's,
-	// or when it has expired or was revoked. It takes the same time for every
-	// wrong secret.
-	Authenticate(ctx context.Context, secret string) (Key, error)
-	// Create makes a key and its secret. A name that is taken is a Conflict,
-	// which is what makes a repeated create harmless.
-	Create(ctx context.Context, k NewKey) (Key, string, error)
-	List(ctx context.Context) ([]Key, error)
-	// Revoke is NotFound for an unknown id, and Conflict for the last admin.
+	Authenticate(ctx context.Context, token string) (auth.Caller, error)
+	Create(ctx context.Context, by session.Principal, role auth.Role, label string) (secret.Value, auth.Key, error)
+	List(ctx context.Context) ([]auth.Key, error)
 	Revoke(ctx context.Context, id string) error
 }
 
-// Role is what a key may do.
-type Role string
+// CommandsOf makes Commands of a Manager, which gives its own type of process.
+func CommandsOf(m *lifecycle.Manager) Commands { return managed{m} }
 
-// The roles.
-const (
-	Admin     Role = "admin"     // everything
-	Developer Role = "developer" // its own sessions
-	Auditor   Role = "auditor"   // read sessions and records, all of them
+type managed struct{ *lifecycle.Manager }
+
+func (m managed) Start(ctx context.Context, id session.ID, actor session.Principal, cmd lifecycle.Command) (Process, error) {
+	return hold(m.Manager.Start(ctx, id, actor, cmd))
+}
+
+func (m managed) Attach(ctx context.Context, id session.ID, actor session.Principal, command string) (Process, error) {
+	return hold(m.Manager.Attach(ctx, id, actor, command))
+}
+
+func hold(p *lifecycle.Process, err error) (Process, error) {
+	if err != nil {
+		return nil, err
+	}
+	return held{p}, nil
+}
+
+type held struct{ *lifecycle.Process }
+
+func (h held) Identity() (string, uint32) { return h.ID, h.PID }
+
+// What a Manager, a template store and a keyring are used as.
+var (
+	_ Sessions  = (*lifecycle.Manager)(nil)
+	_ Files     = (*lifecycle.Manager)(nil)
+	_ Records   = (*lifecycle.Manager)(nil)
+	_ Templates = (*template.Store)(nil)
+	_ Keys      = (*auth.Keyring)(nil)
 )
-
-// Key is an API key without its secret.
-type Key struct {
-	ID        string
-	Name      string
-	Role      Role
-	CreatedAt time.Time
-	ExpiresAt time.Time // zero: never
-}
-
-// NewKey asks for a key.
-type NewKey struct {
-	Name     string
-	Role     Role
-	Lifetime time.Duration // 0: for ever
-}
-
-// subject names the key in records and as an owner.
-func (k Key) subject() string { return "key:" + k.ID }

@@ -7,6 +7,7 @@ package apitest
 import (
 	"context"
 	"crypto/rand"
+	"crypto/sha256"
 	"errors"
 	"fmt"
 	"io"
@@ -21,6 +22,7 @@ import (
 	"bivy/client"
 	"bivy/internal/api"
 	"bivy/internal/audit"
+	"bivy/internal/auth"
 	"bivy/internal/driver"
 	"bivy/internal/kind"
 	"bivy/internal/lifecycle"
@@ -30,9 +32,9 @@ import (
 
 // Secrets of the keys that every Backend has, one of each role.
 const (
-	AdminSecret     = "bivy_test_admin"
-	DeveloperSecret = "bivy_test_developer"
-	AuditorSecret   = "bivy_test_auditor"
+	AdminSecret     = "e2b_aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"
+	DeveloperSecret = "e2b_dddddddddddddddddddddddddddddddddddddddd"
+	AuditorSecret   = "e2b_cccccccccccccccccccccccccccccccccccccccc"
 )
 
 // Backend implements every port of package api.
@@ -44,8 +46,9 @@ type Backend struct {
 	mu        sync.Mutex
 	sessions  map[session.ID]*state
 	order     []session.ID // as created
-	creates   map[lifecycle.IdempotencyKey]session.ID
-	keys      map[string]api.Key // by secret
+	creates   map[session.IdempotencyKey]session.ID
+	keys      keyStore
+	keyring   *auth.Keyring
 	templates []template.Listed
 }
 
@@ -63,10 +66,11 @@ type state struct {
 func New(root string) *Backend {
 	b := &Backend{
 		root: root, signer: audit.GenerateSigner(), node: "test",
-		sessions: map[session.ID]*state{}, creates: map[lifecycle.IdempotencyKey]session.ID{}, keys: map[string]api.Key{},
+		sessions: map[session.ID]*state{}, creates: map[session.IdempotencyKey]session.ID{},
 	}
-	for secret, role := range map[string]api.Role{AdminSecret: api.Admin, DeveloperSecret: api.Developer, AuditorSecret: api.Auditor} {
-		b.keys[secret] = api.Key{ID: string(role), Name: string(role), Role: role, CreatedAt: time.Now().UTC()}
+	for token, role := range map[string]auth.Role{AdminSecret: auth.Admin, DeveloperSecret: auth.Developer, AuditorSecret: auth.Auditor} {
+		b.keys.keys = append(b.keys.keys, auth.Key{ID: string(role), Hash: sha256.Sum256([]byte(token)), Role: role, Label: string(role),
+			CreatedAt: time.Now().UTC(), CreatedBy: "test"})
 	}
 	b.templates = []template.Listed{{
 		Template: template.Template{
@@ -82,7 +86,7 @@ func New(root string) *Backend {
 func (b *Backend) Options() api.Options {
 	pub := b.signer.Public()
 	return api.Options{
-		Sessions: b, Commands: b, Files: b, Records: b, Templates: templates{b}, Keys: keys{b},
+		Sessions: b, Commands: b, Files: b, Records: b, Templates: templates{b}, Keys: b.keyring,
 		AuditKey: client.AuditKey{Algorithm: "ed25519", PublicKey: string(pub.Export()), Fingerprint: pub.Fingerprint()},
 		Version:  client.Version{Version: "test", Go: "go", API: "v1"},
 		Node: func(context.Context) (client.Node, error) {
@@ -95,7 +99,13 @@ func (b *Backend) Options() api.Options {
 }
 
 // Handler serves the interface on b.
-func (b *Backend) Handler() (http.Handler, error) { return api.New(b.Options()) }
+func (b *Backend) Handler() (http.Handler, error) {
+	var err error
+	if b.keyring, err = auth.Open(context.Background(), &b.keys, nil); err != nil {
+		return nil, err
+	}
+	return api.New(b.Options())
+}
 
 // PublicKey is the key that records are signed with.
 func (b *Backend) PublicKey() audit.PublicKey { return b.signer.Public() }
@@ -215,7 +225,7 @@ func (b *Backend) Get(_ context.Context, id session.ID) (session.Session, error)
 }
 
 // List implements api.Sessions; its cursor is the last id given.
-func (b *Backend) List(_ context.Context, f lifecycle.Filter, cursor string, limit int) ([]session.Session, string, error) {
+func (b *Backend) List(_ context.Context, f session.Filter, cursor string, limit int) ([]session.Session, string, error) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	var page []session.Session
@@ -447,53 +457,31 @@ func (t templates) Remove(name string) error {
 	return nil
 }
 
-// keys implements api.Keys.
-type keys struct{ b *Backend }
-
-func (k keys) Authenticate(_ context.Context, secret string) (api.Key, error) {
-	k.b.mu.Lock()
-	defer k.b.mu.Unlock()
-	key, ok := k.b.keys[secret]
-	if !ok {
-		return api.Key{}, kind.Errorf(kind.Unauthentic, "the API key is not known")
-	}
-	return key, nil
+// keyStore implements auth.Store.
+type keyStore struct {
+	mu   sync.Mutex
+	keys []auth.Key
 }
 
-func (k keys) Create(_ context.Context, n api.NewKey) (api.Key, string, error) {
-	k.b.mu.Lock()
-	defer k.b.mu.Unlock()
-	for _, other := range k.b.keys {
-		if other.Name == n.Name {
-			return api.Key{}, "", kind.Errorf(kind.Conflict, "a key named %s exists", n.Name).WithField("name")
-		}
-	}
-	key := api.Key{ID: strings.ToLower(rand.Text()[:8]), Name: n.Name, Role: n.Role, CreatedAt: time.Now().UTC()}
-	if n.Lifetime > 0 {
-		key.ExpiresAt = key.CreatedAt.Add(n.Lifetime)
-	}
-	secret := "bivy_" + rand.Text()
-	k.b.keys[secret] = key
-	return key, secret, nil
+func (k *keyStore) PutKey(_ context.Context, key auth.Key) error {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	k.keys = append(k.keys, key)
+	return nil
 }
 
-func (k keys) List(context.Context) ([]api.Key, error) {
-	k.b.mu.Lock()
-	defer k.b.mu.Unlock()
-	var out []api.Key
-	for _, key := range k.b.keys {
-		out = append(out, key)
-	}
-	slices.SortFunc(out, func(a, b api.Key) int { return strings.Compare(a.ID, b.ID) })
-	return out, nil
+func (k *keyStore) Keys(context.Context) ([]auth.Key, error) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	return slices.Clone(k.keys), nil
 }
 
-func (k keys) Revoke(_ context.Context, id string) error {
-	k.b.mu.Lock()
-	defer k.b.mu.Unlock()
-	for secret, key := range k.b.keys {
-		if key.ID == id {
-			delete(k.b.keys, secret)
+func (k *keyStore) RevokeKey(_ context.Context, id string, at time.Time) error {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	for i := range k.keys {
+		if k.keys[i].ID == id {
+			k.keys[i].RevokedAt = at
 			return nil
 		}
 	}

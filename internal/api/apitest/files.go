@@ -90,18 +90,15 @@ func (r *cutReader) Read(b []byte) (int, error) {
 }
 
 // WriteFile implements api.Files.
-func (b *Backend) WriteFile(_ context.Context, id session.ID, actor session.Principal, p, _ string, mode uint32, r io.Reader) (lifecycle.FileInfo, error) {
+func (b *Backend) WriteFile(_ context.Context, id session.ID, actor session.Principal, p, _ string, r io.Reader, _ int64) (lifecycle.FileInfo, error) {
 	_, host, err := b.locate(id, p)
 	if err != nil {
 		return lifecycle.FileInfo{}, err
 	}
-	if mode == 0 {
-		mode = 0o644
-	}
 	if err := os.MkdirAll(filepath.Dir(host), 0o755); err != nil {
 		return lifecycle.FileInfo{}, fileError(p, err)
 	}
-	f, err := os.OpenFile(host, os.O_RDWR|os.O_CREATE|os.O_TRUNC, fs.FileMode(mode))
+	f, err := os.OpenFile(host, os.O_RDWR|os.O_CREATE|os.O_TRUNC, 0o644)
 	if err != nil {
 		return lifecycle.FileInfo{}, fileError(p, err)
 	}

@@ -266,12 +266,8 @@ func (b *Backend) Commands(_ context.Context, id session.ID) ([]lifecycle.Comman
 	return out, nil
 }
 
-// Info implements api.Process.
-func (h *hold) Info() lifecycle.CommandInfo {
-	h.p.mu.Lock()
-	defer h.p.mu.Unlock()
-	return h.p.info
-}
+// Identity implements api.Process.
+func (h *hold) Identity() (string, uint32) { return h.p.info.ID, h.p.info.PID }
 
 // Next implements api.Process.
 func (h *hold) Next(ctx context.Context) (lifecycle.Event, error) {
