@@ -1,0 +1,188 @@
+package fake
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"syscall"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"bivy/internal/driver"
+	"bivy/internal/session"
+)
+
+// marker is the environment variable by which the processes of a sandbox are
+// found, whatever session or parent they have made themselves.
+const marker = "BIVY_FAKE_SANDBOX"
+
+const (
+	stopSignal = syscall.SIGSTOP
+	contSignal = syscall.SIGCONT
+)
+
+// child is an agent that runs as a process of this machine.
+type child struct {
+	PID   int    `json:"pid"`
+	Birth string `json:"birth"` // start time in the kernel's ticks: a pid alone may be somebody else's
+}
+
+// startChild runs the agent and waits until it listens.
+func startChild(ctx context.Context, cmd *exec.Cmd, s *sandbox) (*child, error) {
+	log, err := os.OpenFile(filepath.Join(s.dir, "agent.log"), os.O_CREATE|os.O_WRONLY|os.O_APPEND, 0o600)
+	if err != nil {
+		return nil, err
+	}
+	defer log.Close()
+	if cmd.Env == nil {
+		cmd.Env = os.Environ()
+	}
+	cmd.Env = append(append(cmd.Env, s.Request.Env...), marker+"="+string(s.ID))
+	cmd.Stdout, cmd.Stderr = log, log
+	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
+	if err := cmd.Start(); err != nil {
+		return nil, err
+	}
+	c := &child{PID: cmd.Process.Pid, Birth: birth(cmd.Process.Pid)}
+	go func() { // ends with the child, which Destroy ends
+		err := cmd.Wait()
+		e := driver.Exit{Code: -1}
+		var failed *exec.ExitError
+		if errors.As(err, &failed) || err == nil {
+			e.Code = cmd.ProcessState.ExitCode()
+			if ws, ok := cmd.ProcessState.Sys().(syscall.WaitStatus); ok && ws.Signaled() {
+				e.Signal = int(ws.Signal())
+			}
+		}
+		s.exit.set(e)
+	}()
+	tick := time.NewTicker(2 * time.Millisecond)
+	defer tick.Stop()
+	for {
+		if conn, err := net.Dial("unix", s.socket()); err == nil {
+			return c, conn.Close()
+		}
+		select {
+		case <-tick.C:
+		case <-s.exit.done:
+			return nil, fmt.Errorf("the agent stopped with code %d, signal %d", s.exit.exit.Code, s.exit.exit.Signal)
+		case <-ctx.Done():
+			c.kill()
+			return nil, ctx.Err()
+		}
+	}
+}
+
+// birth returns the start time of a process, empty when there is none.
+func birth(pid int) string {
+	b, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
+	if err != nil {
+		return ""
+	}
+	// Fields are counted from behind the name, which may contain anything.
+	fields := strings.Fields(string(b[bytes.LastIndexByte(b, ')')+1:]))
+	if len(fields) < 20 || fields[0] == "Z" {
+		return ""
+	}
+	return fields[19]
+}
+
+func (c *child) alive() bool { return c.Birth != "" && birth(c.PID) == c.Birth }
+
+func (c *child) kill() {
+	if c.alive() {
+		// An error means that it died between the two lines.
+		_ = syscall.Kill(c.PID, syscall.SIGKILL)
+		c.await()
+	}
+}
+
+// await returns when the process is dead.
+func (c *child) await() {
+	fd, err := unix.PidfdOpen(c.PID, 0)
+	if err != nil {
+		return
+	}
+	defer unix.Close(fd)
+	for c.alive() {
+		fds := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}
+		if _, err := unix.Poll(fds, -1); err != nil && !errors.Is(err, unix.EINTR) {
+			return
+		}
+		if fds[0].Revents != 0 {
+			return
+		}
+	}
+}
+
+// watch notes the exit of a child that another process started.
+func (c *child) watch(n *exitNote) {
+	go func() { // ends with the child, which Destroy ends
+		c.await()
+		n.set(driver.Exit{Code: -1})
+	}()
+}
+
+// marked returns the processes of a sandbox.
+func marked(id session.SandboxID) ([]int, error) {
+	entries, err := os.ReadDir("/proc")
+	if err != nil {
+		return nil, err
+	}
+	var pids []int
+	want := []byte(marker + "=" + string(id))
+	for _, e := range entries {
+		pid, err := strconv.Atoi(e.Name())
+		if err != nil || pid == os.Getpid() {
+			continue
+		}
+		env, err := os.ReadFile("/proc/" + e.Name() + "/environ")
+		if err != nil {
+			continue // gone, or not ours
+		}
+		for kv := range bytes.SplitSeq(env, []byte{0}) {
+			if bytes.Equal(kv, want) {
+				pids = append(pids, pid)
+				break
+			}
+		}
+	}
+	return pids, nil
+}
+
+// signalMarked sends a signal to every process of the sandbox.
+func signalMarked(s *sandbox, sig syscall.Signal) error {
+	pids, err := marked(s.ID)
+	if err != nil {
+		return err
+	}
+	for _, pid := range pids {
+		if err := syscall.Kill(pid, sig); err != nil && !errors.Is(err, syscall.ESRCH) {
+			return err
+		}
+	}
+	return nil
+}
+
+// killMarked kills until no process of the sandbox is left: a process may
+// fork while it is looked for.
+func killMarked(id session.SandboxID) {
+	for range 100 {
+		pids, err := marked(id)
+		if err != nil || len(pids) == 0 {
+			return
+		}
+		for _, pid := range pids {
+			c := &child{PID: pid, Birth: birth(pid)}
+			c.kill()
+		}
+	}
+}

@@ -1,0 +1,415 @@
+package fake
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io/fs"
+	"net"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"bivy/internal/driver"
+	"bivy/internal/guest/wire"
+	"bivy/internal/kind"
+	"bivy/internal/session"
+)
+
+// Host is the machine that sandboxes are on. It is what survives a restart
+// of the daemon: in memory where the sandboxes are in-process, in Dir where
+// they are child processes.
+type Host struct {
+	// Dir keeps the sandboxes' directories; empty: temporary ones, and no
+	// other Host can find them.
+	Dir string
+	// Program makes the command that runs as the agent of a sandbox; it must
+	// listen on the Unix socket. nil: an agent in-process.
+	Program func(req driver.StartRequest, root, socket string) *exec.Cmd
+	// AgentPort is the port that Dial reaches the agent by; 0: wire.Port.
+	AgentPort uint16
+
+	mu        sync.Mutex
+	sandboxes map[session.SandboxID]*sandbox
+}
+
+// sandbox is one sandbox on a Host. Its lock is held by calls that change it,
+// one at a time, which is what serialises them.
+type sandbox struct {
+	ID      session.SandboxID   `json:"id"`
+	Request driver.StartRequest `json:"request"`
+	Child   *child              `json:"child,omitempty"` // nil: in-process
+	Base    string              `json:"base,omitempty"`  // directory it was copied from
+
+	dir   string
+	busy  chan struct{} // one slot
+	agent *agent
+	exit  *exitNote
+
+	mu       sync.Mutex
+	paused   chan struct{} // not nil while paused; closes at resume
+	oomKills int64
+	refused  uint64
+}
+
+// exitNote tells how a sandbox stopped.
+type exitNote struct {
+	once sync.Once
+	done chan struct{}
+	exit driver.Exit
+}
+
+func newExitNote() *exitNote { return &exitNote{done: make(chan struct{})} }
+
+func (n *exitNote) set(e driver.Exit) {
+	n.once.Do(func() {
+		e.At = time.Now()
+		n.exit = e
+		close(n.done)
+	})
+}
+
+func (n *exitNote) stopped() bool {
+	select {
+	case <-n.done:
+		return true
+	default:
+		return false
+	}
+}
+
+func (h *Host) port() uint16 {
+	if h.AgentPort != 0 {
+		return h.AgentPort
+	}
+	return wire.Port
+}
+
+// get returns a sandbox this Host has in memory.
+func (h *Host) get(id session.SandboxID) (*sandbox, error) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if s := h.sandboxes[id]; s != nil {
+		return s, nil
+	}
+	return nil, kind.Errorf(kind.NotFound, "sandbox %s does not exist", id)
+}
+
+// running returns a sandbox that has not stopped.
+func (h *Host) running(id session.SandboxID) (*sandbox, error) {
+	s, err := h.get(id)
+	if err != nil {
+		return nil, err
+	}
+	if s.exit.stopped() {
+		return nil, kind.Errorf(kind.Unavailable, "sandbox %s has stopped", id)
+	}
+	return s, nil
+}
+
+// hold waits for the calls for this sandbox that are before this one.
+func (s *sandbox) hold(ctx context.Context) (release func(), err error) {
+	select {
+	case s.busy <- struct{}{}:
+		return func() { <-s.busy }, nil
+	case <-ctx.Done():
+		return nil, ctx.Err()
+	}
+}
+
+func (s *sandbox) root() string   { return filepath.Join(s.dir, "root") }
+func (s *sandbox) socket() string { return filepath.Join(s.dir, "agent.sock") }
+
+// Kill makes a sandbox stop by itself, as when its first process exits with
+// code or is ended by signal.
+func (h *Host) Kill(id session.SandboxID, code, signal int) {
+	h.stop(id, driver.Exit{Code: code, Signal: signal})
+}
+
+// OOM counts kills by the memory limit; with fatal the sandbox stops for it.
+func (h *Host) OOM(id session.SandboxID, kills int64, fatal bool) {
+	s, err := h.get(id)
+	if err != nil {
+		return
+	}
+	s.mu.Lock()
+	s.oomKills += kills
+	s.mu.Unlock()
+	if fatal {
+		h.stop(id, driver.Exit{Code: -1, Signal: 9, OOM: true})
+	}
+}
+
+func (h *Host) stop(id session.SandboxID, e driver.Exit) {
+	s, err := h.get(id)
+	if err != nil {
+		return
+	}
+	s.mu.Lock()
+	e.OOM = e.OOM || s.oomKills > 0
+	s.mu.Unlock()
+	s.exit.set(e)
+	s.halt()
+}
+
+// Reboot is what a power cut does: everything that ran is gone, directories
+// are still there.
+func (h *Host) Reboot() {
+	h.mu.Lock()
+	all := h.sandboxes
+	h.sandboxes = nil
+	h.mu.Unlock()
+	for _, s := range all {
+		s.exit.set(driver.Exit{Code: -1, Signal: 9})
+		s.halt()
+		if h.Dir == "" {
+			os.RemoveAll(s.dir) // nobody could find it
+		}
+	}
+}
+
+// add makes the sandbox's place and registers it, stopped still.
+func (h *Host) add(req driver.StartRequest) (*sandbox, error) {
+	if _, _, err := req.ID.Split(); err != nil {
+		return nil, err
+	}
+	s := &sandbox{ID: req.ID, Request: req, busy: make(chan struct{}, 1), exit: newExitNote()}
+	s.busy <- struct{}{} // held by Start
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if h.sandboxes[req.ID] != nil {
+		return nil, exists(req.ID)
+	}
+	if h.Dir == "" {
+		dir, err := os.MkdirTemp("", "bivy-fake-")
+		if err != nil {
+			return nil, err
+		}
+		s.dir = dir
+	} else {
+		if err := os.MkdirAll(h.Dir, 0o700); err != nil {
+			return nil, err
+		}
+		s.dir = filepath.Join(h.Dir, string(req.ID))
+		if err := os.Mkdir(s.dir, 0o700); errors.Is(err, fs.ErrExist) {
+			return nil, exists(req.ID)
+		} else if err != nil {
+			return nil, err
+		}
+	}
+	if h.sandboxes == nil {
+		h.sandboxes = map[session.SandboxID]*sandbox{}
+	}
+	h.sandboxes[req.ID] = s
+	return s, nil
+}
+
+func exists(id session.SandboxID) error {
+	return kind.Errorf(kind.Conflict, "sandbox %s exists already", id)
+}
+
+// fill gives the sandbox its files: the image's when that is a directory, and
+// those of the snapshot.
+func (s *sandbox) fill() error {
+	if err := os.Mkdir(s.root(), 0o755); err != nil {
+		return err
+	}
+	if st, err := os.Stat(s.Request.Image); err == nil && st.IsDir() {
+		s.Base = s.Request.Image
+		if s.Request.Snapshot == "" {
+			return copyTree(s.root(), s.Base)
+		}
+	}
+	if s.Request.Snapshot == "" {
+		return nil
+	}
+	if _, err := os.Stat(filepath.Join(s.Request.Snapshot, snapshotMark)); err != nil {
+		return kind.Errorf(kind.Invalid, "%s is not a snapshot: %w", s.Request.Snapshot, err).WithField("snapshot")
+	}
+	return copyTree(s.root(), filepath.Join(s.Request.Snapshot, "root"))
+}
+
+// save writes what another Host needs to find the sandbox.
+func (s *sandbox) save() error {
+	b, err := json.Marshal(s)
+	if err != nil {
+		return err
+	}
+	return os.WriteFile(filepath.Join(s.dir, "sandbox.json"), b, 0o600)
+}
+
+// load reads the sandbox in dir; one whose file does not read is a leftover.
+func load(dir string) (*sandbox, error) {
+	b, err := os.ReadFile(filepath.Join(dir, "sandbox.json"))
+	if err != nil {
+		return nil, err
+	}
+	s := &sandbox{dir: dir, busy: make(chan struct{}, 1), exit: newExitNote()}
+	if err := json.Unmarshal(b, s); err != nil {
+		return nil, err
+	}
+	return s, nil
+}
+
+// run starts the agent.
+func (h *Host) run(ctx context.Context, s *sandbox) error {
+	if h.Program == nil {
+		s.agent = newAgent(s)
+		return nil
+	}
+	c, err := startChild(ctx, h.Program(s.Request, s.root(), s.socket()), s)
+	if err != nil {
+		return err
+	}
+	s.Child = c
+	return nil
+}
+
+// halt ends everything that runs in the sandbox and waits for it.
+func (s *sandbox) halt() {
+	s.resume()
+	if s.agent != nil {
+		s.agent.stop()
+	}
+	if s.Child != nil {
+		s.Child.kill()
+	}
+	// Looking at every process of the machine is worth it only where one of
+	// this sandbox may be.
+	if s.agent == nil || s.agent.hasRun() {
+		killMarked(s.ID)
+	}
+	if s.agent != nil {
+		s.agent.wait() // for output that only those processes kept open
+	}
+}
+
+func (s *sandbox) resume() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.paused != nil {
+		close(s.paused)
+		s.paused = nil
+	}
+}
+
+// remove ends a sandbox and removes all of it, found in memory or in Dir.
+func (h *Host) remove(id session.SandboxID) error {
+	h.mu.Lock()
+	s := h.sandboxes[id]
+	h.mu.Unlock()
+	if s == nil {
+		if h.Dir == "" || !h.leftover(id) {
+			return nil
+		}
+		dir := filepath.Join(h.Dir, string(id))
+		if found, err := load(dir); err == nil {
+			s = found
+		} else {
+			s = &sandbox{ID: id, dir: dir, exit: newExitNote()}
+		}
+	}
+	s.exit.set(driver.Exit{Code: -1, Signal: 9})
+	s.halt()
+	if err := os.RemoveAll(s.dir); err != nil {
+		return fmt.Errorf("sandbox %s: %w", id, err)
+	}
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	delete(h.sandboxes, id)
+	return nil
+}
+
+func (h *Host) leftover(id session.SandboxID) bool {
+	if _, _, err := id.Split(); err != nil {
+		return false
+	}
+	_, err := os.Lstat(filepath.Join(h.Dir, string(id)))
+	return err == nil
+}
+
+// takeBack finds a sandbox that runs but that this Host does not have yet.
+func (h *Host) takeBack(id session.SandboxID) (*sandbox, error) {
+	if s, err := h.get(id); err == nil {
+		if !s.exit.stopped() {
+			return s, nil
+		}
+		if err := h.remove(id); err != nil {
+			return nil, err
+		}
+		return nil, kind.Errorf(kind.NotFound, "sandbox %s has stopped", id)
+	}
+	if h.Dir == "" || !h.leftover(id) {
+		return nil, kind.Errorf(kind.NotFound, "sandbox %s does not exist", id)
+	}
+	s, err := load(filepath.Join(h.Dir, string(id)))
+	if err != nil || s.Child == nil || !s.Child.alive() {
+		if err := h.remove(id); err != nil {
+			return nil, err
+		}
+		return nil, kind.Errorf(kind.NotFound, "sandbox %s is gone", id)
+	}
+	s.Child.watch(s.exit)
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if h.sandboxes == nil {
+		h.sandboxes = map[session.SandboxID]*sandbox{}
+	}
+	if other := h.sandboxes[id]; other != nil {
+		return other, nil
+	}
+	h.sandboxes[id] = s
+	return s, nil
+}
+
+// list returns every sandbox, in memory and in Dir.
+func (h *Host) list() ([]driver.Found, error) {
+	h.mu.Lock()
+	found := make([]driver.Found, 0, len(h.sandboxes))
+	for id, s := range h.sandboxes {
+		found = append(found, driver.Found{ID: id, Running: !s.exit.stopped()})
+	}
+	h.mu.Unlock()
+	if h.Dir == "" {
+		return found, nil
+	}
+	entries, err := os.ReadDir(h.Dir)
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return nil, err
+	}
+	for _, e := range entries {
+		id := session.SandboxID(e.Name())
+		if _, _, err := id.Split(); err != nil || slices.ContainsFunc(found, func(f driver.Found) bool { return f.ID == id }) {
+			continue
+		}
+		s, err := load(filepath.Join(h.Dir, e.Name()))
+		found = append(found, driver.Found{ID: id, Running: err == nil && s.Child != nil && s.Child.alive()})
+	}
+	slices.SortFunc(found, func(a, b driver.Found) int { return strings.Compare(string(a.ID), string(b.ID)) })
+	return found, nil
+}
+
+// dial connects to the agent; no other port has anybody listening.
+func (h *Host) dial(ctx context.Context, id session.SandboxID, port uint16) (net.Conn, error) {
+	s, err := h.running(id)
+	if err != nil {
+		return nil, err
+	}
+	if port != h.port() {
+		return nil, kind.Errorf(kind.Unavailable, "sandbox %s: nothing listens on port %d", id, port)
+	}
+	if s.agent != nil {
+		return s.agent.dial(ctx)
+	}
+	var d net.Dialer
+	c, err := d.DialContext(ctx, "unix", s.socket())
+	if err != nil && ctx.Err() == nil {
+		return nil, kind.Errorf(kind.Unavailable, "sandbox %s: port %d: %w", id, port, err)
+	}
+	return c, err
+}
