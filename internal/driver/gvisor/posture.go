@@ -13,6 +13,7 @@ import (
 
 	"bivy/internal/cgroup"
 	"bivy/internal/driver"
+	"bivy/internal/driver/gvisor/bootflags"
 	"bivy/internal/session"
 )
 
@@ -80,10 +81,6 @@ func (p *inspection) fault(check, format string, args ...any) {
 	}
 }
 
-// sentryCapabilities is what a process of a sandbox may have, in its own user
-// namespace: what the sentry needs to serve files, and ptrace for its stubs.
-const sentryCapabilities = 1<<0 | 1<<1 | 1<<2 | 1<<3 | 1<<4 | 1<<7 | 1<<6 | 1<<18 | 1<<19
-
 func (p *inspection) process(pid int) error {
 	threads, err := os.ReadDir(fmt.Sprintf("/proc/%d/task", pid))
 	if err != nil {
@@ -105,7 +102,7 @@ func (p *inspection) process(pid int) error {
 			}
 		}
 		for _, c := range []string{"CapEff", "CapPrm", "CapBnd"} {
-			if bits, err := strconv.ParseUint(status[c], 16, 64); err != nil || bits&^sentryCapabilities != 0 {
+			if bits, err := strconv.ParseUint(status[c], 16, 64); err != nil || bits&^bootflags.Capabilities != 0 {
 				p.fault("capabilities", "thread %s has %s %s", t.Name(), c, status[c])
 			}
 		}
@@ -194,7 +191,7 @@ func (p *inspection) posture() driver.Posture {
 	want := []driver.Check{
 		{Name: "uid", Want: fmt.Sprintf("host ids %d to %d", hostID, hostID+idCount-1)},
 		{Name: "namespaces", Want: "own " + strings.Join(namespaces, " ")},
-		{Name: "capabilities", Want: fmt.Sprintf("within %016x, in its own user namespace", uint64(sentryCapabilities))},
+		{Name: "capabilities", Want: fmt.Sprintf("within %016x, in its own user namespace", bootflags.Capabilities)},
 		{Name: "seccomp", Want: "filter on every thread"},
 		{Name: "no_new_privs", Want: "1 on every thread"},
 		{Name: "cgroup", Want: "every process inside"},

@@ -15,6 +15,12 @@ import (
 	"strings"
 )
 
+// Capabilities is what a running sentry may have, as a bit set and only in
+// its own user namespace: CHOWN, DAC_OVERRIDE, DAC_READ_SEARCH, FOWNER and
+// FSETID (0 to 4), which gVisor keeps to serve files, and SYS_PTRACE (19), by
+// which systrap drives its stubs.
+const Capabilities uint64 = 0b11111 | 1<<19
+
 const file = "boot-flags.json"
 
 // Write puts flags, each "--name=value", into a bundle.

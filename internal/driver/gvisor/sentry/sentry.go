@@ -7,6 +7,7 @@
 package sentry
 
 import (
+	"errors"
 	"fmt"
 	"os"
 	"runtime"
@@ -41,9 +42,9 @@ func Main() {
 	if slices.Contains(os.Args, "boot") {
 		bootFast()
 		args, err := bootflags.Apply(os.Args)
-		if err != nil {
-			// Loudly: a guest that sees other limits than it has would
-			// misbehave later.
+		if err = errors.Join(err, trimBounding(), useUmounter()); err != nil {
+			// Loudly: a guest must not run under other limits or with more
+			// privilege than it was meant to.
 			fmt.Fprintln(os.Stderr, "bivy-sentry:", err)
 			os.Exit(128)
 		}

@@ -1,0 +1,284 @@
+// Package snapshot makes and keeps the snapshots that sandboxes start from:
+// an image booted once, its agent answering, written to disk.
+//
+// A snapshot belongs to one image, one build of the sentry and one kind of
+// processor; any other combination gets another directory. It holds no
+// secret: it is taken before the agent is told who it works for.
+package snapshot
+
+import (
+	"bytes"
+	"context"
+	"crypto/sha256"
+	"encoding/hex"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"log/slog"
+	"os"
+	"path/filepath"
+	"runtime"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"bivy/internal/driver"
+	"bivy/internal/kind"
+	"bivy/internal/session"
+)
+
+// formatVersion is part of every key: a change of what is kept makes new
+// snapshots.
+const formatVersion = 1
+
+const manifestName = "snapshot.json"
+
+// Maker makes snapshots with a driver of its own, whose sandboxes are nobody's
+// sessions.
+type Maker struct {
+	Driver interface {
+		driver.Driver
+		driver.Checkpointer
+	}
+	// Build identifies what must not change between saving and restoring.
+	Build string
+	// Ready reports whether the agent in a booted sandbox answers; it is
+	// asked again until it does.
+	Ready func(ctx context.Context, d driver.Driver, id session.SandboxID) error
+	// BootLimit bounds boot and readiness; 0: one minute.
+	BootLimit time.Duration
+	Log       *slog.Logger
+
+	mu      sync.Mutex // one at a time: they are rare and heavy
+	checked map[string]bool
+}
+
+// Request names what to snapshot.
+type Request struct {
+	Dir   string // of the template; snapshots lie below, one directory each
+	Start driver.StartRequest
+}
+
+// manifest lists a snapshot's files.
+type manifest struct {
+	Version int             `json:"version"`
+	Key     string          `json:"key"`
+	Files   map[string]file `json:"files"`
+}
+
+type file struct {
+	Size   int64  `json:"size"`
+	SHA256 string `json:"sha256"`
+}
+
+// Recover destroys what an earlier process left half made.
+func (m *Maker) Recover(ctx context.Context) error {
+	left, err := m.Driver.List(ctx)
+	for _, f := range left {
+		err = errors.Join(err, m.Driver.Destroy(ctx, f.ID))
+	}
+	return err
+}
+
+// Find returns the directory of a complete snapshot, or NotFound. Contents
+// are checked against the manifest once per process.
+func (m *Maker) Find(req Request) (string, error) {
+	key, err := m.key(req)
+	if err != nil {
+		return "", err
+	}
+	dir := filepath.Join(req.Dir, key)
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return dir, m.check(dir, key)
+}
+
+// Ensure returns the directory of the snapshot, making it if need be.
+func (m *Maker) Ensure(ctx context.Context, req Request) (string, error) {
+	key, err := m.key(req)
+	if err != nil {
+		return "", err
+	}
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	dir := filepath.Join(req.Dir, key)
+	err = m.check(dir, key)
+	if err == nil {
+		return dir, nil
+	}
+	if !kind.Is(err, kind.NotFound) {
+		m.Log.Warn("a snapshot is damaged and is made again", "dir", dir, "error", err)
+	}
+	return dir, m.make(ctx, req, dir, key)
+}
+
+func (m *Maker) make(ctx context.Context, req Request, dir, key string) (err error) {
+	if err := os.MkdirAll(req.Dir, 0o700); err != nil {
+		return err
+	}
+	work, err := os.MkdirTemp(req.Dir, ".making-*")
+	if err != nil {
+		return err
+	}
+	defer os.RemoveAll(work) // gone already when renamed
+	files := filepath.Join(work, "files")
+	if err := os.Mkdir(files, 0o700); err != nil {
+		return err
+	}
+	if err := m.boot(ctx, req.Start, files); err != nil {
+		return fmt.Errorf("snapshot of %s: %w", req.Start.Image, err)
+	}
+	man := manifest{Version: formatVersion, Key: key}
+	if man.Files, err = digest(files); err != nil {
+		return err
+	}
+	b, err := json.MarshalIndent(man, "", "  ")
+	if err != nil {
+		return err
+	}
+	if err := os.WriteFile(filepath.Join(files, manifestName), b, 0o600); err != nil {
+		return err
+	}
+	if err := os.RemoveAll(dir); err != nil { // damaged, or of a crash
+		return err
+	}
+	if err := os.Rename(files, dir); err != nil {
+		return err
+	}
+	m.note(dir)
+	return syncDir(req.Dir)
+}
+
+// syncDir makes a rename in dir durable.
+func syncDir(dir string) error {
+	f, err := os.Open(dir)
+	if err != nil {
+		return err
+	}
+	return errors.Join(f.Sync(), f.Close())
+}
+
+// boot runs the image until its agent answers and saves it.
+func (m *Maker) boot(ctx context.Context, start driver.StartRequest, dir string) (err error) {
+	limit := m.BootLimit
+	if limit == 0 {
+		limit = time.Minute
+	}
+	ctx, cancel := context.WithTimeout(ctx, limit)
+	defer cancel()
+	start.ID = session.NewID().Sandbox(0)
+	defer func() { err = errors.Join(err, m.Driver.Destroy(context.WithoutCancel(ctx), start.ID)) }()
+	if _, err := m.Driver.Start(ctx, start); err != nil {
+		return err
+	}
+	for wait := time.Millisecond; ; wait = min(2*wait, 100*time.Millisecond) {
+		err := m.Ready(ctx, m.Driver, start.ID)
+		if err == nil {
+			break
+		}
+		select {
+		case <-ctx.Done():
+			return kind.Errorf(kind.Unavailable, "the agent does not answer within %s: %w", limit, err)
+		case <-time.After(wait):
+		}
+	}
+	return m.Driver.Checkpoint(ctx, start.ID, dir, false)
+}
+
+// key names everything a restore depends on.
+func (m *Maker) key(req Request) (string, error) {
+	cpu, err := os.ReadFile("/proc/cpuinfo")
+	if err != nil {
+		return "", err
+	}
+	s := req.Start
+	b, err := json.Marshal([]any{formatVersion, m.Build, runtime.GOARCH, features(cpu), s.Image, s.Args, s.Env, s.Limits.DiskBytes})
+	if err != nil {
+		return "", err
+	}
+	sum := sha256.Sum256(b)
+	return hex.EncodeToString(sum[:16]), nil
+}
+
+// features are the first processor's flags, sorted.
+func features(cpuinfo []byte) []string {
+	for line := range bytes.Lines(cpuinfo) {
+		if name, flags, ok := strings.Cut(string(line), ":"); ok && strings.TrimSpace(name) == "flags" {
+			f := strings.Fields(flags)
+			slices.Sort(f)
+			return f
+		}
+	}
+	return nil
+}
+
+// check reports NotFound for no snapshot, and what is wrong with a damaged
+// one. Called with mu held.
+func (m *Maker) check(dir, key string) error {
+	b, err := os.ReadFile(filepath.Join(dir, manifestName))
+	if errors.Is(err, fs.ErrNotExist) {
+		return kind.Errorf(kind.NotFound, "no snapshot %s", key)
+	}
+	if err != nil {
+		return err
+	}
+	var man manifest
+	if err := json.Unmarshal(b, &man); err != nil || man.Version != formatVersion || man.Key != key || len(man.Files) == 0 {
+		return fmt.Errorf("snapshot manifest %s: version %d, key %s: %w", dir, man.Version, man.Key, err)
+	}
+	if m.checked[dir] {
+		return sizes(dir, man.Files)
+	}
+	found, err := digest(dir)
+	if err != nil {
+		return err
+	}
+	delete(found, manifestName)
+	for name, want := range man.Files {
+		if found[name] != want {
+			return fmt.Errorf("snapshot file %s is not as it was written", filepath.Join(dir, name))
+		}
+	}
+	m.note(dir)
+	return nil
+}
+
+func (m *Maker) note(dir string) {
+	if m.checked == nil {
+		m.checked = map[string]bool{}
+	}
+	m.checked[dir] = true
+}
+
+func sizes(dir string, files map[string]file) error {
+	for name, want := range files {
+		if info, err := os.Stat(filepath.Join(dir, name)); err != nil || info.Size() != want.Size {
+			return fmt.Errorf("snapshot file %s is gone or cut: %w", filepath.Join(dir, name), err)
+		}
+	}
+	return nil
+}
+
+func digest(dir string) (map[string]file, error) {
+	entries, err := os.ReadDir(dir)
+	if err != nil {
+		return nil, err
+	}
+	out := map[string]file{}
+	for _, e := range entries {
+		f, err := os.Open(filepath.Join(dir, e.Name()))
+		if err != nil {
+			return nil, err
+		}
+		h := sha256.New()
+		n, err := io.Copy(h, f)
+		if err := errors.Join(err, f.Close()); err != nil {
+			return nil, err
+		}
+		out[e.Name()] = file{Size: n, SHA256: hex.EncodeToString(h.Sum(nil))}
+	}
+	return out, nil
+}
