@@ -270,14 +270,16 @@ func (a *Archive) Close() error {
 type layoutDir struct{ root *os.Root }
 
 func openLayout(dir string) (archiveFiles, error) {
+	switch fi, err := os.Stat(dir); {
+	case errors.Is(err, fs.ErrNotExist):
+		return nil, kind.Errorf(kind.NotFound, "it does not exist")
+	case err != nil:
+		return nil, err
+	case !fi.IsDir():
+		return nil, kind.Errorf(kind.Invalid, "it is not a directory").WithHint("an image in a file goes to from.tarball")
+	}
 	root, err := os.OpenRoot(dir)
 	if err != nil {
-		if errors.Is(err, fs.ErrNotExist) {
-			return nil, kind.Errorf(kind.NotFound, "it does not exist")
-		}
-		if errors.Is(err, unix.ENOTDIR) {
-			return nil, kind.Errorf(kind.Invalid, "it is not a directory").WithHint("an image in a file goes to from.tarball")
-		}
 		return nil, err
 	}
 	return layoutDir{root}, nil

@@ -22,59 +22,72 @@ const zstdWindow = 128 << 20
 // unpack returns the uncompressed bytes of r, told by its first bytes and not
 // by its name. The caller closes it, which does not close r.
 func unpack(r io.Reader) (io.ReadCloser, error) {
-	br := bufio.NewReaderSize(r, 128<<10)
+	below := &watched{r: r}
+	br := bufio.NewReaderSize(below, 128<<10)
 	head, err := br.Peek(6)
 	if err != nil && !errors.Is(err, io.EOF) {
 		return nil, err
 	}
+	p := packed{r: br, below: below, close: func() {}}
 	switch {
 	case bytes.HasPrefix(head, []byte{0x1f, 0x8b}):
-		z, err := gzip.NewReader(br)
-		if err != nil {
-			return nil, packError(err)
-		}
-		return packed{z, z.Close}, nil
+		p.r, err = gzip.NewReader(br) // it holds nothing to close
 	case bytes.HasPrefix(head, []byte{0x28, 0xb5, 0x2f, 0xfd}):
-		z, err := zstd.NewReader(br, zstd.WithDecoderMaxMemory(zstdWindow), zstd.WithDecoderMaxWindow(zstdWindow), zstd.WithDecoderConcurrency(1))
-		if err != nil {
-			return nil, packError(err)
+		var z *zstd.Decoder
+		z, err = zstd.NewReader(br, zstd.WithDecoderMaxMemory(zstdWindow), zstd.WithDecoderMaxWindow(zstdWindow), zstd.WithDecoderConcurrency(1))
+		if err == nil {
+			p.r, p.close = z, z.Close
 		}
-		return packed{z, func() error { z.Close(); return nil }}, nil
 	case bytes.HasPrefix(head, []byte("BZh")):
-		return packed{bzip2.NewReader(br), func() error { return nil }}, nil
+		p.r, err = bzip2.NewReader(br), nil
 	case bytes.HasPrefix(head, []byte{0xfd, '7', 'z', 'X', 'Z', 0}):
 		return nil, kind.Errorf(kind.Invalid, "packed with xz, which is not read").WithHint("unpack it, or pack it with gzip or zstd")
+	default:
+		err = nil // a file of less than six bytes
 	}
-	return packed{br, func() error { return nil }}, nil
+	if err != nil {
+		return nil, p.fault(err)
+	}
+	return p, nil
+}
+
+// watched remembers the failure of a reader.
+type watched struct {
+	r   io.Reader
+	err error
+}
+
+func (w *watched) Read(b []byte) (int, error) {
+	n, err := w.r.Read(b)
+	if err != nil && !errors.Is(err, io.EOF) {
+		w.err = err
+	}
+	return n, err
 }
 
 // packed gives every fault of a packed stream the kind of a bad input, except
 // those of the stream below it.
 type packed struct {
 	r     io.Reader
-	close func() error
+	below *watched
+	close func()
 }
 
 func (p packed) Read(b []byte) (int, error) {
 	n, err := p.r.Read(b)
-	return n, packError(err)
+	return n, p.fault(err)
 }
 
-func (p packed) Close() error { return p.close() }
+func (p packed) Close() error { p.close(); return nil }
 
-func packError(err error) error {
-	var corrupt bool
-	for _, e := range []error{
-		gzip.ErrHeader, gzip.ErrChecksum, io.ErrUnexpectedEOF,
-		zstd.ErrMagicMismatch, zstd.ErrWindowSizeExceeded, zstd.ErrDecoderSizeExceeded, zstd.ErrCRCMismatch,
-		zstd.ErrReservedBlockType, zstd.ErrCompressedSizeTooBig, zstd.ErrBlockTooSmall, zstd.ErrUnexpectedBlockSize,
-	} {
-		corrupt = corrupt || errors.Is(err, e)
+func (p packed) fault(err error) error {
+	switch {
+	case err == nil || err == io.EOF: //nolint:errorlint // a wrapped EOF is a fault
+		return err
+	case p.below.err != nil:
+		return p.below.err
 	}
-	if corrupt {
-		return kind.Errorf(kind.Invalid, "broken compression: %w", err)
-	}
-	return err
+	return kind.Errorf(kind.Invalid, "broken compression: %w", err)
 }
 
 // bounded passes on r until it is over limit, which then is a LimitError about
