@@ -130,7 +130,7 @@ func Open(ctx context.Context, dir string, o Options) (_ *Store, err error) {
 		return nil, errors.Join(err, conn.Close())
 	}
 	if s.writer, err = newWriter(ctx, s, conn); err != nil {
-		return nil, errors.Join(err, conn.Close())
+		return nil, err
 	}
 	if s.readDB, err = sql.Open("sqlite", dsn(path,
 		"busy_timeout(5000)", "query_only(1)", "cache_size(-1024)", "temp_store(MEMORY)", "trusted_schema(0)")); err != nil {

@@ -73,11 +73,12 @@ func errClosed() error { return kind.Errorf(kind.Unavailable, "the store is clos
 
 // writer owns the one connection that writes. Only its goroutine touches it.
 type writer struct {
-	store  *Store
-	conn   *sql.Conn
-	stmt   statements
-	live   map[session.ID]*record // as committed; sessions that have not ended
-	broken error                  // why nothing can be written any more
+	store    *Store
+	conn     *sql.Conn
+	stmt     statements
+	prepared []*sql.Stmt            // all of stmt, to be closed
+	live     map[session.ID]*record // as committed; sessions that have not ended
+	broken   error                  // why nothing can be written any more
 }
 
 type statements struct {
@@ -118,13 +119,22 @@ func newWriter(ctx context.Context, s *Store, conn *sql.Conn) (*writer, error) {
 	} {
 		var err error
 		if *into, err = conn.PrepareContext(ctx, text); err != nil {
-			return nil, fmt.Errorf("prepare %q: %w", text, classify(err))
+			return nil, errors.Join(fmt.Errorf("prepare %q: %w", text, classify(err)), w.close())
 		}
+		w.prepared = append(w.prepared, *into)
 	}
 	return w, nil
 }
 
-func (w *writer) close() error { return w.conn.Close() }
+// close gives the connection back. SQLite keeps a database open, and its log
+// unfolded, as long as one statement is left.
+func (w *writer) close() error {
+	var errs []error
+	for _, stmt := range w.prepared {
+		errs = append(errs, stmt.Close())
+	}
+	return errors.Join(append(errs, w.conn.Close())...)
+}
 
 // run serves requests until the store closes and the queue is empty.
 func (w *writer) run() {
