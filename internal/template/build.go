@@ -252,11 +252,15 @@ func merge(d source.Defaults, spec Spec) Config {
 // addSkeleton makes sure of the directories that a sandbox mounts over and of
 // the files that name lookups expect; an image made for another runtime often
 // leaves them to it.
+//
+// /tmp is never empty: over an empty one gVisor mounts a file system of its
+// own, outside the session's disk limit and outside the list of what the
+// session changed. The directory is the one that Debian's systems have there.
 func addSkeleton(t *tree.Tree) error {
 	for _, d := range []struct {
 		name string
 		mode uint32
-	}{{"/proc", 0o555}, {"/sys", 0o555}, {"/dev", 0o755}, {"/run", 0o755}, {"/etc", 0o755}, {"/tmp", 0o1777}} {
+	}{{"/proc", 0o555}, {"/sys", 0o555}, {"/dev", 0o755}, {"/run", 0o755}, {"/etc", 0o755}, {"/tmp", 0o1777}, {"/tmp/.X11-unix", 0o1777}} {
 		if at := t.Stat(d.name); at != nil && at.IsDir() {
 			continue
 		}

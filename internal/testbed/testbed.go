@@ -1,0 +1,113 @@
+// Package testbed prepares what tests against real gVisor need: the two
+// carried binaries, built from this tree, and an image to boot. It is for
+// tests only.
+package testbed
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"runtime"
+	"testing"
+
+	"bivy/internal/template"
+)
+
+// Bed is built once per test binary.
+type Bed struct {
+	Dir      string // removed by Close
+	Sentry   string // path of bivy-sentry
+	Guest    string // path of bivy-guest
+	Build    string // the sentry's version string
+	Template template.Template
+	Store    *template.Store
+}
+
+// AgentPath is where images carry the agent.
+const AgentPath = "/usr/bin/bivy-guest"
+
+// Path is the agent's search path, which commands inherit.
+const Path = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+// New builds a bed, or returns why this machine cannot run gVisor tests as a
+// skip reason.
+func New(ctx context.Context) (bed *Bed, skip string, err error) {
+	if os.Geteuid() != 0 {
+		return nil, "gVisor sandboxes need root", nil
+	}
+	dir, err := os.MkdirTemp("", "bivy-testbed-")
+	if err != nil {
+		return nil, "", err
+	}
+	b := &Bed{Dir: dir, Sentry: filepath.Join(dir, "bivy-sentry"), Guest: filepath.Join(dir, "bivy-guest"), Build: "bivy-testbed"}
+	defer func() {
+		if err != nil {
+			b.Close()
+		}
+	}()
+	// The sentry opens itself again as an unprivileged user.
+	if err := os.Chmod(dir, 0o711); err != nil {
+		return nil, "", err
+	}
+	if err := b.compile(ctx); err != nil {
+		return nil, "", err
+	}
+	if b.Store, err = template.Open(filepath.Join(dir, "templates"), template.Options{Extra: []template.Extra{b.agent()}}); err != nil {
+		return nil, "", err
+	}
+	if b.Template, err = b.Store.Build(ctx, template.Base(), nil); err != nil {
+		return nil, "", fmt.Errorf("base template: %w", err)
+	}
+	return b, "", nil
+}
+
+func (b *Bed) agent() template.Extra {
+	return template.Extra{Path: AgentPath, Mode: 0o555, Open: func() (io.ReadCloser, error) { return os.Open(b.Guest) }}
+}
+
+func (b *Bed) compile(ctx context.Context) error {
+	for _, args := range [][]string{
+		{"-ldflags", "-s -w -X gvisor.dev/gvisor/runsc/version.version=" + b.Build, "-o", b.Sentry, "./cmd/bivy-sentry"},
+		{"-tags", "nethttpomithttp2", "-ldflags", "-s -w", "-o", b.Guest, "./cmd/bivy-guest"},
+	} {
+		cmd := exec.CommandContext(ctx, "go", append([]string{"build", "-trimpath"}, args...)...)
+		cmd.Dir = moduleRoot()
+		cmd.Env = append(os.Environ(), "CGO_ENABLED=0")
+		if out, err := cmd.CombinedOutput(); err != nil {
+			return fmt.Errorf("go build %s: %w\n%s", args[len(args)-1], err, out)
+		}
+	}
+	return nil
+}
+
+func moduleRoot() string {
+	_, file, _, _ := runtime.Caller(0)
+	return filepath.Join(filepath.Dir(file), "..", "..")
+}
+
+// Close removes the bed; nil-safe.
+func (b *Bed) Close() {
+	if b == nil {
+		return
+	}
+	if b.Store != nil {
+		_ = b.Store.Close()
+	}
+	_ = os.RemoveAll(b.Dir)
+}
+
+// Main runs a package's tests with a bed, which is what use is given. A
+// machine that cannot have one runs the others and says why.
+func Main(m *testing.M, use func(bed *Bed, skip string)) int {
+	bed, skip, err := New(context.Background())
+	if err != nil {
+		fmt.Fprintln(os.Stderr, "testbed:", err)
+		return 1
+	}
+	defer bed.Close()
+	use(bed, skip)
+	return m.Run()
+}
