@@ -45,7 +45,7 @@ func run() error {
 	// Little is alive at any time, and every idle sandbox pays for the rest.
 	debug.SetGCPercent(25)
 	debug.SetMemoryLimit(64 << 20)
-	if err := settle(); err != nil {
+	if err := guest.Settle(cfg.Log); err != nil {
 		return err
 	}
 	ctx, stop := context.WithCancel(context.Background())
@@ -71,23 +71,4 @@ func run() error {
 		return err
 	}
 	return agent.Run(ctx, l)
-}
-
-// settle makes this process a good parent: what children inherit is as they
-// expect it, and what is ours stays ours.
-func settle() error {
-	unix.Umask(0o022)
-	if err := os.Chdir("/"); err != nil {
-		return err
-	}
-	// Memory, environment and descriptors in /proc belong to root alone.
-	if err := unix.Prctl(unix.PR_SET_DUMPABLE, 0, 0, 0, 0); err != nil {
-		return fmt.Errorf("hide from other users: %w", err)
-	}
-	// Children inherit it: when memory ends, they go before what runs them. A
-	// kernel without the file has no such order either.
-	if err := os.WriteFile("/proc/self/oom_score_adj", []byte("100"), 0); err != nil {
-		slog.Debug("oom_score_adj is not set", "err", err)
-	}
-	return nil
 }

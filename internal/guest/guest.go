@@ -94,8 +94,9 @@ type Agent struct {
 	reaper  *proc.Reaper
 	process *proc.Service
 	files   *files.Service
-	handler http.Handler // the two services
 	usage   usage
+
+	processes, filesystem http.Handler // the two services
 
 	initLock sync.Mutex // one initialisation at a time; before mu
 
@@ -124,10 +125,8 @@ func New(cfg Config) (*Agent, error) {
 		// The other end is on the same machine: compression would only cost.
 		connect.WithCompressMinBytes(1 << 30),
 	}
-	mux := http.NewServeMux()
-	mux.Handle(processconnect.NewProcessHandler(a.process, opts...))
-	mux.Handle(filesystemconnect.NewFilesystemHandler(a.files, opts...))
-	a.handler = mux
+	_, a.processes = processconnect.NewProcessHandler(a.process, opts...)
+	_, a.filesystem = filesystemconnect.NewFilesystemHandler(a.files, opts...)
 	return a, nil
 }
 
@@ -237,5 +236,8 @@ func (p *patientBody) Read(b []byte) (int, error) {
 		return 0, err
 	}
 	n, err := p.ReadCloser.Read(b)
-	return n, errors.Join(err, p.control.SetReadDeadline(time.Time{}))
+	if clear := p.control.SetReadDeadline(time.Time{}); err == nil {
+		err = clear
+	}
+	return n, err
 }

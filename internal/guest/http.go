@@ -97,8 +97,11 @@ func (a *Agent) route(w http.ResponseWriter, r *http.Request) error {
 		return refused(http.StatusUnauthorized, "the access token is missing or wrong: send it as "+wire.HeaderToken)
 	}
 	switch {
-	case strings.HasPrefix(path, "/process.Process/"), strings.HasPrefix(path, "/filesystem.Filesystem/"):
-		a.handler.ServeHTTP(w, r)
+	case strings.HasPrefix(path, "/process.Process/"):
+		a.processes.ServeHTTP(w, r)
+		return nil
+	case strings.HasPrefix(path, "/filesystem.Filesystem/"):
+		a.filesystem.ServeHTTP(w, r)
 		return nil
 	case path == "/files/compose":
 		if err := method(r, http.MethodPost); err != nil {
@@ -236,4 +239,3 @@ func (a *Agent) access() (token string, ready bool) {
 	defer a.mu.Unlock()
 	return a.token, a.ready
 }
-
