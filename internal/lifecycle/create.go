@@ -176,11 +176,12 @@ func (c *creation) lease(ctx context.Context) (outcome, error) {
 }
 
 func (c *creation) start(ctx context.Context) (outcome, error) {
+	want := SandboxSpec{ID: c.a.sandbox, Spec: c.s.Spec, Template: c.template, Deadline: c.s.Deadline}
 	from := "image"
-	if c.template.Snapshot != "" {
+	if want.Snapshot() != "" {
 		from = "snapshot"
 	}
-	err := c.m.o.Node.Start(ctx, SandboxSpec{ID: c.a.sandbox, Spec: c.s.Spec, Template: c.template, Deadline: c.s.Deadline})
+	err := c.m.o.Node.Start(ctx, want)
 	return outcome{facts: map[string]any{"sandbox": c.a.sandbox, "from": from}}, err
 }
 

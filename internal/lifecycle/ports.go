@@ -111,11 +111,22 @@ type SandboxSpec struct {
 	Deadline time.Time
 }
 
+// Snapshot is what to restore; empty when the sandbox must be booted.
+func (s SandboxSpec) Snapshot() string {
+	if s.Spec.Resources.DiskMiB != s.Template.SnapshotDiskMiB {
+		return ""
+	}
+	return s.Template.Snapshot
+}
+
 // Template is a resolved environment to start from.
 type Template struct {
 	Digest   string // "sha256:…" of the image
 	Image    string // path of the image file
 	Snapshot string // directory of its snapshot; empty: boot it
+	// SnapshotDiskMiB is the disk that the snapshot was made with, which a
+	// restored sandbox has too.
+	SnapshotDiskMiB int64
 	Env      map[string]string
 	User     string
 	Workdir  string

@@ -306,14 +306,14 @@ func (n *Node) discard(ctx context.Context, e *entry) error {
 func request(want lifecycle.SandboxSpec) driver.StartRequest {
 	r := want.Spec.Resources
 	return driver.StartRequest{
-		ID: want.ID, Image: want.Template.Image, Snapshot: want.Template.Snapshot,
-		Args: want.Template.Agent, Env: []string{"PATH=" + defaultPath}, Hostname: want.Spec.Hostname,
+		ID: want.ID, Image: want.Template.Image, Snapshot: want.Snapshot(),
+		Args: want.Template.Agent, Env: []string{"PATH=" + AgentSearchPath}, Hostname: want.Spec.Hostname,
 		Limits: driver.Limits{CPUMillis: r.CPUMillis, MemoryBytes: r.MemoryMiB << 20, DiskBytes: r.DiskMiB << 20, PIDs: r.PIDs},
 	}
 }
 
-// defaultPath is the agent's PATH, which its commands start from.
-const defaultPath = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+// AgentSearchPath is the agent's PATH, which its commands start from.
+const AgentSearchPath = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 // Bind waits for the agent and gives it its identity. It may be repeated.
 func (n *Node) Bind(ctx context.Context, id session.SandboxID) error {

@@ -1,0 +1,266 @@
+// Package daemon assembles bivy: it alone names the concrete store, driver
+// and interfaces, and puts them together with plain constructor calls.
+package daemon
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"log/slog"
+	"net"
+	"net/http"
+	"os"
+	"path/filepath"
+	"runtime"
+	"strings"
+	"time"
+
+	"golang.org/x/sync/errgroup"
+
+	"bivy/client"
+	"bivy/internal/api"
+	"bivy/internal/audit"
+	"bivy/internal/auth"
+	"bivy/internal/bundle"
+	"bivy/internal/config"
+	"bivy/internal/doctor"
+	"bivy/internal/driver"
+	"bivy/internal/driver/fake"
+	"bivy/internal/driver/gvisor"
+	"bivy/internal/kind"
+	"bivy/internal/lifecycle"
+	"bivy/internal/node"
+	"bivy/internal/secret"
+	"bivy/internal/session"
+	"bivy/internal/store/sqlite"
+	"bivy/internal/template"
+)
+
+// Options of New.
+type Options struct {
+	Config  config.Config // with defaults, valid
+	Log     *slog.Logger
+	Version client.Version
+	// Hook is given to the lifecycle; for fault tests.
+	Hook func(point string)
+}
+
+// Daemon is one machine's bivy: the interface, the lifecycle, the node and
+// everything below.
+type Daemon struct {
+	cfg     config.Config
+	log     *slog.Logger
+	store   *sqlite.Store
+	images  *template.Store
+	driver  driver.Driver
+	node    *node.Node
+	manager *lifecycle.Manager
+	handler http.Handler
+
+	// AdminKeyFile holds the first admin key when this start made it.
+	AdminKeyFile string
+	local        secret.Value
+
+	closers []func() error
+}
+
+// New opens the data directory and everything on it. It fails with Conflict
+// while another daemon has it. What New opened, Close closes.
+func New(ctx context.Context, o Options) (_ *Daemon, err error) {
+	d := &Daemon{cfg: o.Config, log: o.Log, local: newLocalKey()}
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, d.Close())
+		}
+	}()
+	for dir, mode := range map[string]fs.FileMode{d.cfg.DataDir: 0o711, d.cfg.RunDir: 0o711} {
+		if err := os.MkdirAll(dir, mode); err != nil {
+			return nil, kind.Errorf(kind.Unavailable, "%w", err).WithHint("run bivy as root, or choose other directories with data_dir and run_dir")
+		}
+	}
+	if err := lockDir(d); err != nil {
+		return nil, err
+	}
+	if d.store, err = sqlite.Open(ctx, d.data("store"), sqlite.Options{Log: d.log}); err != nil {
+		return nil, err
+	}
+	d.closers = append(d.closers, d.store.Close)
+	keys, err := auth.Open(ctx, d.store, time.Now)
+	if err != nil {
+		return nil, err
+	}
+	if d.AdminKeyFile, err = keys.EnsureAdmin(ctx, d.cfg.DataDir); err != nil {
+		return nil, err
+	}
+	signer, err := audit.LoadSigner(d.cfg.SignerDir())
+	if err != nil {
+		return nil, err
+	}
+	templates, err := d.openDriver()
+	if err != nil {
+		return nil, err
+	}
+	if d.node, err = node.New(node.Options{Dir: d.data("node"), Driver: d.driver, Log: d.log}); err != nil {
+		return nil, err
+	}
+	id, err := d.nodeID()
+	if err != nil {
+		return nil, err
+	}
+	d.manager, err = lifecycle.New(lifecycle.Options{
+		Store: d.store, Node: d.node, Templates: templates, Signer: signer, NodeID: id, Log: d.log,
+		CreateLimit: d.cfg.CreateConcurrency, Hook: o.Hook,
+		Versions: map[string]string{"bivy": o.Version.Version, "go": runtime.Version(), "driver": d.driver.Name()},
+	})
+	if err != nil {
+		return nil, err
+	}
+	d.handler, err = api.New(api.Options{
+		Sessions: d.manager, Commands: api.CommandsOf(d.manager), Files: d.manager, Records: d.manager,
+		Templates: templates, Keys: localKeys{keys, d.local},
+		AuditKey: client.AuditKey{Algorithm: "ed25519", PublicKey: string(signer.Public().Export()), Fingerprint: signer.Public().Fingerprint()},
+		Version:  o.Version, Ready: d.manager.Ready(), Hosts: d.cfg.Hosts, Log: d.log,
+		Node: func(ctx context.Context) (client.Node, error) { return doctor.Examine(ctx, d.cfg) },
+	})
+	return d, err
+}
+
+func (d *Daemon) data(name string) string { return filepath.Join(d.cfg.DataDir, name) }
+func (d *Daemon) run(name string) string  { return filepath.Join(d.cfg.RunDir, name) }
+
+// nodeID reads this machine's name, or gives it one.
+func (d *Daemon) nodeID() (session.NodeID, error) {
+	path := d.data("node-id")
+	b, err := os.ReadFile(path)
+	if errors.Is(err, fs.ErrNotExist) {
+		id := "node-" + string(session.NewID())[:8]
+		return session.NodeID(id), os.WriteFile(path, []byte(id+"\n"), 0o644) //nolint:gosec // a name, not a secret
+	}
+	return session.NodeID(strings.TrimSpace(string(b))), err
+}
+
+// openDriver makes the driver that the configuration names, and the templates
+// that go with it.
+func (d *Daemon) openDriver() (*templates, error) {
+	switch d.cfg.Driver {
+	case gvisor.Name:
+		return d.openGVisor()
+	case fake.Name:
+		return d.openFake()
+	}
+	return nil, kind.Errorf(kind.Invalid, "no driver %q; there are %s and %s", d.cfg.Driver, gvisor.Name, fake.Name).WithField("driver")
+}
+
+func (d *Daemon) openImages(agent func() (io.ReadCloser, error)) error {
+	var err error
+	d.images, err = template.Open(d.data("templates"), template.Options{
+		Extra: []template.Extra{{Path: agentPath, Mode: 0o555, Open: agent}}, Log: d.log, Getenv: getenv,
+	})
+	if err == nil {
+		d.closers = append(d.closers, d.images.Close)
+	}
+	return err
+}
+
+// getenv gives registry credentials that a template names by variable.
+func getenv(name string) string {
+	value, _ := config.Variable(name)
+	return value
+}
+
+func (d *Daemon) openGVisor() (*templates, error) {
+	payload, err := bundle.Load()
+	if err != nil {
+		return nil, err
+	}
+	// Below the data directory: /run often forbids execution.
+	sentry, err := payload.Unpack(d.data("bin"), bundle.Sentry)
+	if err != nil {
+		return nil, fmt.Errorf("unpack %s: %w", bundle.Sentry, err)
+	}
+	g, err := gvisor.New(gvisor.Options{Root: d.run("gvisor"), Sentry: sentry, Cgroup: d.cgroup(), Log: d.log})
+	if err != nil {
+		return nil, err
+	}
+	d.driver = g
+	d.closers = append(d.closers, g.Close)
+	if err := d.openImages(func() (io.ReadCloser, error) { return opened(payload.Open(bundle.Guest)) }); err != nil {
+		return nil, err
+	}
+	// A driver of its own: its sandboxes are nobody's sessions, and must not
+	// look like orphans to the node.
+	builder, err := gvisor.New(gvisor.Options{Root: d.run("snapshots"), Sentry: sentry, Cgroup: d.cgroup() + "-snapshots", Log: d.log})
+	if err != nil {
+		return nil, err
+	}
+	d.closers = append(d.closers, builder.Close)
+	return newTemplates(d.images, builder, payload.Build, d.log), nil
+}
+
+// cgroup names the parent of this daemon's groups: plain for the usual
+// directories, so that people find it, else by directory, so that two daemons
+// on one machine do not take each other's sandboxes for orphans.
+func (d *Daemon) cgroup() string {
+	if d.cfg.RunDir == config.DefaultRunDir {
+		return "bivy"
+	}
+	return "bivy-" + shortHash(d.cfg.RunDir)
+}
+
+// Handler serves the REST interface.
+func (d *Daemon) Handler() http.Handler { return d.handler }
+
+// LocalKey is an admin's key that works in this process only.
+func (d *Daemon) LocalKey() secret.Value { return d.local }
+
+// Ready is closed when sessions can be made.
+func (d *Daemon) Ready() <-chan struct{} { return d.manager.Ready() }
+
+// Run keeps the node and the sessions until ctx ends. Sessions live on.
+func (d *Daemon) Run(ctx context.Context) error {
+	group, ctx := errgroup.WithContext(ctx)
+	group.Go(func() error { return d.node.Run(ctx) })
+	group.Go(func() error { return d.manager.Run(ctx) })
+	return group.Wait()
+}
+
+// Serve runs the daemon and its interface on listener until ctx ends.
+func (d *Daemon) Serve(ctx context.Context, listener net.Listener) error {
+	srv := &http.Server{
+		Handler: d.handler, ReadHeaderTimeout: 10 * time.Second, IdleTimeout: 2 * time.Minute, MaxHeaderBytes: 64 << 10,
+		ErrorLog: slog.NewLogLogger(d.log.Handler(), slog.LevelDebug),
+	}
+	group, ctx := errgroup.WithContext(ctx)
+	group.Go(func() error { return d.Run(ctx) })
+	group.Go(func() error {
+		if err := srv.Serve(listener); !errors.Is(err, http.ErrServerClosed) {
+			return err
+		}
+		return nil
+	})
+	group.Go(func() error {
+		<-ctx.Done()
+		stop, cancel := context.WithTimeout(context.WithoutCancel(ctx), stopPatience)
+		defer cancel()
+		if err := srv.Shutdown(stop); err != nil {
+			return srv.Close() // streams that go on for ever are cut
+		}
+		return nil
+	})
+	return group.Wait()
+}
+
+// stopPatience is how long open requests may finish when the server stops.
+const stopPatience = 3 * time.Second
+
+// Close lets go of what New opened, last first. Sandboxes live on.
+func (d *Daemon) Close() error {
+	var errs []error
+	for i := len(d.closers) - 1; i >= 0; i-- {
+		errs = append(errs, d.closers[i]())
+	}
+	d.closers = nil
+	return errors.Join(errs...)
+}

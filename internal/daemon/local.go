@@ -1,0 +1,78 @@
+package daemon
+
+import (
+	"bytes"
+	"context"
+	"crypto/rand"
+	"crypto/sha256"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"strings"
+
+	"golang.org/x/sys/unix"
+
+	"bivy/internal/auth"
+	"bivy/internal/kind"
+	"bivy/internal/secret"
+	"bivy/internal/session"
+)
+
+// localKeys knows one key more than the keyring: that of the process itself.
+type localKeys struct {
+	*auth.Keyring
+	local secret.Value
+}
+
+func (k localKeys) Authenticate(ctx context.Context, token string) (auth.Caller, error) {
+	if k.local.Equal(secret.New(token)) {
+		return auth.Caller{Principal: session.Principal{Subject: fmt.Sprintf("local:%d", os.Getuid())}, Role: auth.Admin}, nil
+	}
+	return k.Keyring.Authenticate(ctx, token)
+}
+
+func newLocalKey() secret.Value {
+	var b [32]byte
+	rand.Read(b[:])
+	return secret.New("local_" + hex.EncodeToString(b[:]))
+}
+
+// lockDir takes the run directory for this process. The store has a lock of
+// its own on the data directory; two daemons with different data and the same
+// run directory would take each other's sandboxes for orphans.
+func lockDir(d *Daemon) error {
+	path := d.run("lock")
+	f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE, 0o600)
+	if err != nil {
+		return err
+	}
+	if err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
+		holder, _ := io.ReadAll(io.LimitReader(f, 32))
+		f.Close()
+		if !errors.Is(err, unix.EWOULDBLOCK) {
+			return fmt.Errorf("lock %s: %w", path, err)
+		}
+		return kind.Errorf(kind.Conflict, "another bivy (process %s) uses %s", strings.TrimSpace(string(holder)), d.cfg.RunDir).
+			WithHint("use that one, stop it, or choose other directories with data_dir and run_dir")
+	}
+	d.closers = append(d.closers, f.Close)
+	err = f.Truncate(0)
+	if err == nil {
+		_, err = f.WriteAt(fmt.Appendf(nil, "%d\n", os.Getpid()), 0)
+	}
+	return err
+}
+
+func shortHash(s string) string {
+	sum := sha256.Sum256([]byte(s))
+	return hex.EncodeToString(sum[:4])
+}
+
+func opened(data []byte, err error) (io.ReadCloser, error) {
+	if err != nil {
+		return nil, err
+	}
+	return io.NopCloser(bytes.NewReader(data)), nil
+}
