@@ -30,6 +30,7 @@ func (c *Client) Session(id string) *Session {
 // CreateOptions are beside what a session is.
 type CreateOptions struct {
 	IdempotencyKey string         // empty: a fresh one
+	UndoOnCancel   bool           // use no key, so that a create whose ctx ends first leaves nothing
 	Progress       func(Progress) // nil: none; called in turn, from the calling goroutine
 }
 
@@ -44,7 +45,7 @@ func (c *Client) CreateSessionWith(ctx context.Context, s CreateSession, o Creat
 	if err != nil {
 		return nil, err
 	}
-	if o.IdempotencyKey == "" {
+	if o.IdempotencyKey == "" && !o.UndoOnCancel {
 		o.IdempotencyKey = NewIdempotencyKey()
 	}
 	r := call{method: "POST", path: "/v1/sessions", body: bytes.NewReader(body), typ: "application/json",

@@ -128,7 +128,10 @@ func (b *Backend) appendLocked(st *state, entries ...audit.Entry) error {
 func (b *Backend) record(id session.ID, entries ...audit.Entry) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	st, err := b.liveLocked(id)
+	st, err := b.findLocked(id)
+	if err == nil && st.s.State == session.Ended {
+		err = kind.Errorf(kind.Conflict, "the record of session %s is sealed", id)
+	}
 	if err != nil {
 		return err
 	}

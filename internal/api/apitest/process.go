@@ -98,7 +98,7 @@ func (b *Backend) Start(_ context.Context, id session.ID, actor session.Principa
 	}
 	go func() { // waited for by stop, through done
 		exit := wait()
-		// The session may be over, and then takes no events.
+		// End waits for done, so the record is still open.
 		_ = b.record(id, audit.Entry{Action: audit.CommandEnded, Outcome: audit.OK, Actor: actor, Ref: cmdID,
 			Payload: map[string]any{"command": cmdID, "exit": exit.Code, "signal": exit.Signal}})
 		p.mu.Lock()

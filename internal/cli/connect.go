@@ -1,0 +1,183 @@
+package cli
+
+import (
+	"context"
+	"errors"
+	"io/fs"
+	"log/slog"
+	"net"
+	"net/http"
+	"os"
+	"path/filepath"
+	"sync"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"bivy/client"
+	"bivy/internal/config"
+	"bivy/internal/kind"
+)
+
+// where says who serves a command.
+type where uint8
+
+const (
+	anywhere where = iota // a server, or else this process
+	onServer              // a server only: what it makes must outlive this process
+)
+
+// connect finds the server: --server or BIVY_SERVER, the person's own
+// settings, the one that runs on this machine, and last this process itself.
+func (a *app) connect(ctx context.Context, w where) (*client.Client, error) {
+	own, err := config.LoadClient()
+	if err != nil {
+		return nil, err
+	}
+	cfg, err := a.loadConfig()
+	if err != nil {
+		return nil, err
+	}
+	url, keyFile := a.server, a.keyFile
+	if url == "" {
+		url = a.env.Server
+	}
+	if url == "" {
+		url = own.Server
+	}
+	if keyFile == "" {
+		keyFile = own.KeyFile
+	}
+	running, alive, err := config.Find(cfg.RunDir)
+	if err != nil {
+		return nil, err
+	}
+	if url == "" && alive {
+		url = running.URL
+	}
+	if url == "" {
+		if w == onServer {
+			return nil, kind.Errorf(kind.Unavailable, "no server runs here and none was named").
+				WithHint("start one with: bivy serve")
+		}
+		return a.local(ctx, cfg)
+	}
+	key := ""
+	switch {
+	case a.keyFile != "":
+		key, err = config.ReadKey(a.keyFile)
+	case a.env.Key != "":
+		key = a.env.Key
+	case keyFile != "":
+		key, err = config.ReadKey(keyFile)
+	case alive && url == running.URL && running.KeyFile != "":
+		key, err = config.ReadKey(running.KeyFile)
+	default:
+		if dir := config.ClientDir(); dir != "" {
+			if key, err = config.ReadKey(filepath.Join(dir, "key")); errors.Is(err, fs.ErrNotExist) {
+				err = nil
+			}
+		}
+	}
+	if err != nil {
+		return nil, kind.Errorf(kind.Unauthentic, "API key: %w", err).WithHint("set BIVY_API_KEY, or name a file with --key-file")
+	}
+	return client.New(client.Options{URL: url, Key: key, UserAgent: "bivy/" + a.engine.Version.Version})
+}
+
+// closePatience bounds how long this process waits for its own engine.
+const closePatience = 2 * time.Minute
+
+// local starts the engine in this process and speaks to it over socket pairs,
+// which have no name that another process could use.
+func (a *app) local(ctx context.Context, cfg config.Config) (*client.Client, error) {
+	if a.engine.Local == nil {
+		return nil, kind.Errorf(kind.Unavailable, "no server runs here and none was named").WithHint("start one with: bivy serve")
+	}
+	// The engine must outlive a cancelled ctx, to end what it has begun.
+	life := context.WithoutCancel(ctx)
+	cfg.LogLevel = "error"
+	log, err := cfg.Logger(a.Err)
+	if err != nil {
+		return nil, err
+	}
+	l, err := a.engine.Local(life, cfg, log)
+	if err != nil {
+		return nil, err
+	}
+	pairs := newPairs()
+	srv := &http.Server{Handler: l.Handler, ReadHeaderTimeout: 10 * time.Second, ErrorLog: slog.NewLogLogger(log.Handler(), slog.LevelDebug)}
+	served := make(chan error, 1)
+	go func() { served <- srv.Serve(pairs) }() // ends with Shutdown below
+	a.close = func() error {
+		end, cancel := context.WithTimeout(life, closePatience)
+		defer cancel()
+		err := srv.Shutdown(end)
+		if e := <-served; !errors.Is(e, http.ErrServerClosed) {
+			err = errors.Join(err, e)
+		}
+		return errors.Join(err, l.Close(end))
+	}
+	return client.New(client.Options{URL: "http://localhost", Key: l.Key, UserAgent: "bivy/" + a.engine.Version.Version,
+		HTTPClient: &http.Client{Transport: &http.Transport{
+			DialContext:        pairs.dial,
+			DisableCompression: true,
+			ReadBufferSize:     64 << 10,
+			WriteBufferSize:    64 << 10,
+		}}})
+}
+
+// pairs is a listener whose other side is in this process.
+type pairs struct {
+	conns chan net.Conn
+	done  chan struct{}
+	once  sync.Once
+}
+
+func newPairs() *pairs { return &pairs{conns: make(chan net.Conn), done: make(chan struct{})} }
+
+func (p *pairs) dial(ctx context.Context, _, _ string) (net.Conn, error) {
+	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		return nil, err
+	}
+	near, err1 := fileConn(fds[0])
+	far, err2 := fileConn(fds[1])
+	if err := errors.Join(err1, err2); err != nil {
+		return nil, err
+	}
+	select {
+	case p.conns <- far:
+		return near, nil
+	case <-p.done:
+		err = net.ErrClosed
+	case <-ctx.Done():
+		err = ctx.Err()
+	}
+	return nil, errors.Join(err, near.Close(), far.Close())
+}
+
+func fileConn(fd int) (net.Conn, error) {
+	f := os.NewFile(uintptr(fd), "socketpair")
+	defer f.Close() // FileConn has its own copy
+	return net.FileConn(f)
+}
+
+// Accept implements net.Listener.
+func (p *pairs) Accept() (net.Conn, error) {
+	select {
+	case c := <-p.conns:
+		return c, nil
+	case <-p.done:
+		return nil, net.ErrClosed
+	}
+}
+
+// Close implements net.Listener.
+func (p *pairs) Close() error {
+	p.once.Do(func() { close(p.done) })
+	return nil
+}
+
+// Addr implements net.Listener.
+func (p *pairs) Addr() net.Addr { return &net.UnixAddr{Name: "inside", Net: "unix"} }

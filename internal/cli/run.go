@@ -1,0 +1,336 @@
+package cli
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"path"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"time"
+
+	"github.com/spf13/cobra"
+	"golang.org/x/term"
+
+	"bivy/client"
+	"bivy/internal/kind"
+)
+
+// endPatience bounds how long run and shell wait for their session's end.
+const endPatience = time.Minute
+
+func (a *app) runCommand() *cobra.Command {
+	var spec specFlags
+	var r runFlags
+	cmd := &cobra.Command{
+		Use:   "run [flags] -- COMMAND [ARG…]",
+		Short: "Make a session, run a command in it, and end it",
+		Long: `Make a session, run a command in it, and end it.
+
+Standard input, output and error, signals and the exit code are the command's
+own. Without a server the session is made by this process.
+
+Exit codes: the command's own; 128 plus the number of the signal that ended it;
+127 when there is no such command, 126 when it cannot be executed, 125 when
+bivy could not do it, 2 when the command line is wrong.`,
+		Example: "  bivy run -- python3 -c 'print(6*7)'\n  bivy run --upload script.py --memory 256M -- python3 script.py",
+		Args:    cobra.MinimumNArgs(1),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			a.failed = exitNotRun
+			return a.run(cmd.Context(), &spec, &r, args)
+		},
+	}
+	cmd.Flags().SetInterspersed(false)
+	spec.register(cmd)
+	f := cmd.Flags()
+	f.BoolVarP(&r.tty, "tty", "t", false, "give the command a terminal")
+	f.BoolVarP(&r.noStdin, "no-stdin", "n", false, "give the command no input")
+	f.StringArrayVar(&r.uploads, "upload", nil, "file or directory SRC[:DST] to copy in first; may be repeated")
+	f.BoolVar(&r.timing, "timing", false, "say on stderr where the time went")
+	f.BoolVar(&r.keep, "keep", false, "do not end the session; needs a server")
+	return cmd
+}
+
+type runFlags struct {
+	tty, noStdin, timing, keep bool
+	uploads                    []string
+}
+
+func (a *app) run(ctx context.Context, spec *specFlags, r *runFlags, argv []string) error {
+	req, err := spec.request()
+	if err != nil {
+		return err
+	}
+	place := anywhere
+	if r.keep {
+		place = onServer
+	}
+	ctx, giveUp := context.WithCancel(ctx)
+	defer giveUp()
+	sig := catch(giveUp)
+	defer sig.stop()
+	err = a.inSession(ctx, place, req, sig, r, func(s *client.Session) error {
+		for _, u := range r.uploads {
+			if err := a.uploadArg(ctx, s, u, req.Workdir); err != nil {
+				return err
+			}
+		}
+		return a.drive(ctx, s, client.Command{Argv: argv, Stdin: !r.noStdin}, r.tty, sig)
+	})
+	if n := sig.gaveUp(); n != 0 {
+		a.failed, a.code, a.quiet = exitSignal+n, exitSignal+n, errors.Is(err, context.Canceled)
+	}
+	return err
+}
+
+// inSession makes a session for do, and ends it.
+func (a *app) inSession(ctx context.Context, place where, req client.CreateSession, sig *signals, r *runFlags, do func(*client.Session) error) error {
+	began := time.Now()
+	c, err := a.connect(ctx, place)
+	if err != nil {
+		return err
+	}
+	connected := time.Now()
+	m := a.newMeter()
+	s, err := c.CreateSessionWith(ctx, req, client.CreateOptions{Progress: m.progress, UndoOnCancel: true})
+	m.end()
+	if err != nil {
+		return err
+	}
+	created := time.Now()
+	if r.keep {
+		a.note("session %s", s.ID)
+	}
+	err = do(s)
+	ran := time.Now()
+	if !r.keep {
+		life, cancel := context.WithTimeout(context.WithoutCancel(ctx), endPatience)
+		defer cancel()
+		sig.attach(nil, nil)
+		if _, endErr := s.End(life); endErr != nil {
+			err = errors.Join(err, fmt.Errorf("session %s was not ended: %w", s.ID, endErr))
+		}
+	}
+	if r.timing {
+		rows := [][]string{{"PHASE", "TOOK"}, {"connect", span(connected.Sub(began))}}
+		for _, p := range s.Timing {
+			rows = append(rows, []string{"create: " + p.Name, span(p.Took())})
+		}
+		rows = append(rows, []string{"create", span(created.Sub(connected))}, []string{"command", span(ran.Sub(created))},
+			[]string{"end", span(time.Since(ran))}, []string{"session", s.ID})
+		err = errors.Join(err, table(a.Err, rows...))
+	}
+	return err
+}
+
+// drive runs one command with this process's streams and sets the exit code.
+func (a *app) drive(ctx context.Context, s *client.Session, cmd client.Command, tty bool, sig *signals) error {
+	cmd.OnDisconnect = client.Kill
+	if tty {
+		if !term.IsTerminal(int(a.In.Fd())) {
+			return kind.Errorf(kind.Invalid, "standard input is not a terminal").WithField("--tty").WithHint("leave -t out")
+		}
+		cols, rows, err := term.GetSize(int(a.In.Fd()))
+		if err != nil {
+			return fmt.Errorf("size of the terminal: %w", err)
+		}
+		cmd.PTY = &client.Size{Cols: uint16(cols), Rows: uint16(rows)}
+		cmd.Stdin = true
+		if _, ok := cmd.Env["TERM"]; !ok && a.env.Term != "" {
+			env := map[string]string{"TERM": a.env.Term}
+			for k, v := range cmd.Env {
+				env[k] = v
+			}
+			cmd.Env = env
+		}
+	}
+	p, err := s.Start(ctx, cmd)
+	if err != nil {
+		return err
+	}
+	defer p.Close()
+	var resize func()
+	if tty {
+		old, err := term.MakeRaw(int(a.In.Fd()))
+		if err != nil {
+			return fmt.Errorf("terminal: %w", err)
+		}
+		defer func() {
+			if err := term.Restore(int(a.In.Fd()), old); err != nil {
+				a.note("the terminal could not be restored: %v; type: reset", err)
+			}
+		}()
+		resize = func() {
+			if cols, rows, err := term.GetSize(int(a.In.Fd())); err == nil {
+				// A size that is missed comes again with the next change.
+				_ = p.Resize(ctx, client.Size{Cols: uint16(cols), Rows: uint16(rows)})
+			}
+		}
+	}
+	sig.attach(p, resize)
+	defer sig.attach(nil, nil)
+	if cmd.Stdin {
+		// A read of standard input cannot be ended; the process's end does.
+		go feed(p, a.In)
+	}
+	exit, err := p.Wait(a.Out, a.Err)
+	if err != nil {
+		if errors.Is(err, syscall.EPIPE) && !errors.Is(err, client.ErrDetached) {
+			// Whoever read the output has seen enough.
+			a.code = exitSignal + int(syscall.SIGPIPE)
+			return nil
+		}
+		return err
+	}
+	a.code = exit.Status()
+	switch {
+	case exit.OOM:
+		a.note("the command was killed: the session's memory limit was reached")
+	case exit.Error != "":
+		a.note("the command was ended: %s", exit.Error)
+	}
+	return nil
+}
+
+func feed(p *client.Process, in io.Reader) {
+	buf := make([]byte, 32<<10)
+	for {
+		n, err := in.Read(buf)
+		if n > 0 {
+			if _, err := p.Write(buf[:n]); err != nil {
+				return // the command has ended, which its end says
+			}
+		}
+		if err != nil {
+			_ = p.CloseStdin() // as above
+			return
+		}
+	}
+}
+
+func (a *app) execCommand() *cobra.Command {
+	var c client.Command
+	var env []string
+	var timeout string
+	var tty, noStdin, detach bool
+	cmd := &cobra.Command{
+		Use:   "exec [flags] SESSION -- COMMAND [ARG…]",
+		Short: "Run a command in a session",
+		Long: `Run a command in a session.
+
+Standard input, output and error, signals and the exit code are the command's
+own. A command whose caller goes away is killed, unless it was started with
+--detach. Exit codes are those of bivy run.`,
+		Args:              cobra.MinimumNArgs(2),
+		ValidArgsFunction: a.completeSession,
+		RunE: func(cmd *cobra.Command, args []string) error {
+			a.failed = exitNotRun
+			argv := args[1:]
+			if argv[0] == "--" {
+				argv = argv[1:]
+			}
+			if len(argv) == 0 {
+				a.parsed = false
+				return kind.Errorf(kind.Invalid, "no command was given")
+			}
+			var err error
+			c.Argv = argv
+			if c.Env, err = parsePairs("--env", env, configVariable); err != nil {
+				return err
+			}
+			if timeout != "" {
+				n, err := parseSeconds("--timeout", timeout)
+				if err != nil {
+					return err
+				}
+				c.TimeoutSeconds = float64(n)
+			}
+			return a.exec(cmd.Context(), args[0], c, tty, noStdin, detach)
+		},
+	}
+	cmd.Flags().SetInterspersed(false)
+	f := cmd.Flags()
+	f.BoolVarP(&tty, "tty", "t", false, "give the command a terminal")
+	f.BoolVarP(&noStdin, "no-stdin", "n", false, "give the command no input")
+	f.BoolVarP(&detach, "detach", "d", false, "print the command's id once it has started, and leave it running")
+	f.StringArrayVar(&env, "env", nil, "environment variable KEY=VALUE, or KEY to pass one on; may be repeated")
+	f.StringVar(&c.User, "user", "", "user to run as")
+	f.StringVar(&c.Cwd, "workdir", "", "directory to start in")
+	f.StringVar(&timeout, "timeout", "", "kill the command after, e.g. 90s")
+	f.StringVar(&c.Tag, "tag", "", "a note kept with the command")
+	return cmd
+}
+
+func (a *app) exec(ctx context.Context, id string, c client.Command, tty, noStdin, detach bool) error {
+	conn, err := a.connect(ctx, onServer)
+	if err != nil {
+		return err
+	}
+	s := conn.Session(id)
+	if detach {
+		info, err := s.StartDetached(ctx, c)
+		if err != nil {
+			return err
+		}
+		if a.json() {
+			return a.printJSON(info)
+		}
+		fmt.Fprintln(a.Out, info.ID)
+		return nil
+	}
+	ctx, giveUp := context.WithCancel(ctx)
+	defer giveUp()
+	sig := catch(giveUp)
+	defer sig.stop()
+	c.Stdin = !noStdin
+	err = a.drive(ctx, s, c, tty, sig)
+	if n := sig.gaveUp(); n != 0 {
+		a.failed, a.code, a.quiet = exitSignal+n, exitSignal+n, errors.Is(err, context.Canceled)
+	}
+	return err
+}
+
+// shellArgv starts the best shell there is, as a login does.
+var shellArgv = []string{"/bin/sh", "-c", `if [ -x /bin/bash ]; then exec /bin/bash -l; else exec /bin/sh -l; fi`}
+
+func (a *app) shellCommand() *cobra.Command {
+	var spec specFlags
+	var r runFlags
+	cmd := &cobra.Command{
+		Use:   "shell [flags] [SESSION]",
+		Short: "Open a terminal in a session, or in a new one that ends with it",
+		Args:  cobra.MaximumNArgs(1), ValidArgsFunction: a.completeSession,
+		RunE: func(cmd *cobra.Command, args []string) error {
+			a.failed = exitNotRun
+			if !term.IsTerminal(int(a.In.Fd())) {
+				return kind.Errorf(kind.Invalid, "standard input is not a terminal").WithHint("use bivy exec or bivy run")
+			}
+			if len(args) == 0 {
+				r.tty = true
+				return a.run(cmd.Context(), &spec, &r, shellArgv)
+			}
+			return a.exec(cmd.Context(), args[0], client.Command{Argv: shellArgv}, true, false, false)
+		},
+	}
+	spec.register(cmd)
+	cmd.Flags().BoolVar(&r.keep, "keep", false, "do not end the new session; needs a server")
+	return cmd
+}
+
+// uploadArg copies what --upload names.
+func (a *app) uploadArg(ctx context.Context, s *client.Session, arg, workdir string) error {
+	src, dst := arg, ""
+	if i := strings.LastIndexByte(arg, ':'); i > 0 {
+		src, dst = arg[:i], arg[i+1:]
+	}
+	abs, err := filepath.Abs(src)
+	if err != nil {
+		return err
+	}
+	if dst == "" {
+		dst = path.Join(workdir, filepath.Base(abs))
+	}
+	return a.upload(ctx, s, src, dst)
+}

@@ -1,0 +1,296 @@
+package cli
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"bivy/client"
+	"bivy/internal/config"
+)
+
+var configVariable = config.Variable
+
+func (a *app) createCommand() *cobra.Command {
+	var spec specFlags
+	var key string
+	cmd := &cobra.Command{
+		Use: "create [flags]", Short: "Make a session and print its id", Args: cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			req, err := spec.request()
+			if err != nil {
+				return err
+			}
+			c, err := a.connect(cmd.Context(), onServer)
+			if err != nil {
+				return err
+			}
+			m := a.newMeter()
+			s, err := c.CreateSessionWith(cmd.Context(), req, client.CreateOptions{IdempotencyKey: key, Progress: m.progress})
+			m.end()
+			if err != nil {
+				return err
+			}
+			if a.json() {
+				return a.printJSON(client.CreatedSession{SessionInfo: s.Info, Timing: s.Timing})
+			}
+			fmt.Fprintln(a.Out, s.ID)
+			return nil
+		},
+	}
+	spec.register(cmd)
+	cmd.Flags().StringVar(&key, "idempotency-key", "", "text that makes a repeated create return the same session")
+	return cmd
+}
+
+func (a *app) lsCommand() *cobra.Command {
+	var all, quiet bool
+	var labels, states []string
+	cmd := &cobra.Command{
+		Use: "ls [flags]", Short: "List sessions", Args: cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			o := client.ListOptions{}
+			var err error
+			if o.Labels, err = parsePairs("--label", labels, nil); err != nil {
+				return err
+			}
+			for _, s := range states {
+				o.States = append(o.States, client.State(s))
+			}
+			if len(states) == 0 && !all {
+				o.States = []client.State{client.Creating, client.Running, client.Pausing, client.Standby, client.Resuming, client.Quarantined, client.Ending}
+			}
+			c, err := a.connect(cmd.Context(), anywhere)
+			if err != nil {
+				return err
+			}
+			items := []client.SessionInfo{}
+			for s, err := range c.Sessions(cmd.Context(), o) {
+				if err != nil {
+					return err
+				}
+				items = append(items, s)
+			}
+			switch {
+			case a.json():
+				return a.printJSON(items)
+			case quiet:
+				for _, s := range items {
+					fmt.Fprintln(a.Out, s.ID)
+				}
+				return nil
+			}
+			rows := [][]string{{"SESSION", "STATE", "TEMPLATE", "CREATED", "ENDS", "OWNER", "LABELS"}}
+			for _, s := range items {
+				state, ends := string(s.State), "in "+span(time.Until(s.Deadline))
+				if s.Reason != "" {
+					state += " (" + s.Reason + ")"
+				}
+				if !s.EndedAt.IsZero() {
+					ends = span(time.Since(s.EndedAt)) + " ago"
+				}
+				rows = append(rows, []string{s.ID, state, s.Spec.Template, span(time.Since(s.CreatedAt)) + " ago", ends, s.Owner.Subject, pairsText(s.Spec.Labels)})
+			}
+			return table(a.Out, rows...)
+		},
+	}
+	f := cmd.Flags()
+	f.BoolVarP(&all, "all", "a", false, "ended ones too")
+	f.BoolVarP(&quiet, "quiet", "q", false, "ids only")
+	f.StringArrayVar(&labels, "label", nil, "only those with label KEY=VALUE; may be repeated")
+	f.StringArrayVar(&states, "state", nil, "only those in a state; may be repeated")
+	return cmd
+}
+
+func pairsText(m map[string]string) string {
+	var out []string
+	for _, k := range slices.Sorted(maps.Keys(m)) {
+		out = append(out, k+"="+m[k])
+	}
+	return strings.Join(out, ",")
+}
+
+func (a *app) showCommand() *cobra.Command {
+	return &cobra.Command{
+		Use: "show SESSION", Short: "Show a session", Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeSession,
+		RunE: func(cmd *cobra.Command, args []string) error {
+			c, err := a.connect(cmd.Context(), anywhere)
+			if err != nil {
+				return err
+			}
+			s, err := c.GetSession(cmd.Context(), args[0])
+			if err != nil {
+				return err
+			}
+			if a.json() {
+				return a.printJSON(s.Info)
+			}
+			rows := sessionRows(s.Info)
+			if s.Info.State == client.Running {
+				more, err := a.liveRows(cmd.Context(), s)
+				if err != nil {
+					return err
+				}
+				rows = append(rows, more...)
+			}
+			return table(a.Out, rows...)
+		},
+	}
+}
+
+func sessionRows(s client.SessionInfo) [][]string {
+	rows := [][]string{
+		{"session", s.ID},
+		{"state", string(s.State)},
+		{"reason", strings.TrimSuffix(s.Reason+": "+s.Detail, ": ")},
+		{"sandbox", s.Sandbox},
+		{"template", s.Spec.Template + " " + s.Template},
+		{"cpu", fmt.Sprintf("%g cores", float64(s.Spec.Resources.CPUMillis)/1000)},
+		{"memory", size(s.Spec.Resources.MemoryMiB << 20)},
+		{"disk", size(s.Spec.Resources.DiskMiB << 20)},
+		{"owner", s.Owner.Subject},
+		{"on behalf of", s.Owner.OnBehalfOf},
+		{"trigger", s.Owner.Trigger},
+		{"labels", pairsText(s.Spec.Labels)},
+		{"created", when(s.CreatedAt)},
+		{"started", when(s.StartedAt)},
+		{"ends by itself", when(s.Deadline)},
+		{"ended", when(s.EndedAt)},
+		{"spec", s.SpecDigest},
+	}
+	for _, r := range s.Residuals {
+		rows = append(rows, []string{"residual", r})
+	}
+	return slices.DeleteFunc(rows, func(r []string) bool { return r[1] == "" || r[1] == "-" })
+}
+
+// liveRows shows what a running session uses and does, as far as the caller's
+// key may see it.
+func (a *app) liveRows(ctx context.Context, s *client.Session) ([][]string, error) {
+	var rows [][]string
+	st, err := s.Stats(ctx)
+	if err != nil && !errors.Is(err, &client.Error{Code: client.CodeConflict}) && !errors.Is(err, &client.Error{Code: client.CodeUnavailable}) {
+		return nil, err
+	}
+	if err == nil {
+		rows = append(rows, []string{"used", fmt.Sprintf("%s of CPU, %s of memory (peak %s), %d threads",
+			span(time.Duration(st.CPUMicroseconds)*time.Microsecond), size(st.MemoryBytes), size(st.MemoryPeakBytes), st.PIDs)})
+	}
+	list, err := s.Commands(ctx)
+	if errors.Is(err, &client.Error{Code: client.CodeConflict}) || errors.Is(err, &client.Error{Code: client.CodeDenied}) {
+		return rows, nil
+	}
+	for _, c := range list {
+		state := "running for " + span(time.Since(c.StartedAt))
+		if c.Exit != nil {
+			state = fmt.Sprintf("ended, status %d", c.Exit.Status())
+		}
+		rows = append(rows, []string{"command", c.ID + "  " + state + "  " + quoteArgv(c.Argv)})
+	}
+	return rows, err
+}
+
+// quoteArgv shows a command as a shell would take it.
+func quoteArgv(argv []string) string {
+	var out []string
+	for _, s := range argv {
+		if s == "" || strings.ContainsFunc(s, func(r rune) bool {
+			return !(r >= 'a' && r <= 'z' || r >= 'A' && r <= 'Z' || r >= '0' && r <= '9' || strings.ContainsRune("@%_-+=:,./", r))
+		}) {
+			s = "'" + strings.ReplaceAll(s, "'", `'\''`) + "'"
+		}
+		out = append(out, s)
+	}
+	const most = 200
+	text := []rune(strings.Join(out, " "))
+	if len(text) > most {
+		return string(text[:most]) + "…"
+	}
+	return string(text)
+}
+
+func (a *app) endCommand() *cobra.Command {
+	var all bool
+	cmd := &cobra.Command{
+		Use: "end SESSION…", Short: "End sessions; returns when nothing of them is left", ValidArgsFunction: a.completeSession,
+		Args: func(_ *cobra.Command, args []string) error {
+			if (len(args) == 0) != all {
+				return errors.New("name sessions, or use --all")
+			}
+			return nil
+		},
+		RunE: func(cmd *cobra.Command, args []string) error {
+			c, err := a.connect(cmd.Context(), anywhere)
+			if err != nil {
+				return err
+			}
+			if all {
+				for s, err := range c.Sessions(cmd.Context(), client.ListOptions{}) {
+					if err != nil {
+						return err
+					}
+					if s.State != client.Ended {
+						args = append(args, s.ID)
+					}
+				}
+			}
+			// One that cannot be ended is no reason to keep the others.
+			var failed []error
+			ended := []client.SessionInfo{}
+			for _, id := range args {
+				info, err := c.Session(id).End(cmd.Context())
+				if err != nil {
+					failed = append(failed, fmt.Errorf("session %s: %w", id, err))
+					continue
+				}
+				ended = append(ended, info)
+				if !a.json() {
+					line := info.ID + " ended: " + info.Reason
+					if len(info.Residuals) > 0 {
+						line += fmt.Sprintf(" (%d residuals)", len(info.Residuals))
+					}
+					fmt.Fprintln(a.Out, oneLine(line))
+				}
+			}
+			if a.json() {
+				failed = append(failed, a.printJSON(ended))
+			}
+			return errors.Join(failed...)
+		},
+	}
+	cmd.Flags().BoolVar(&all, "all", false, "every session that the key may end")
+	return cmd
+}
+
+// completionPatience bounds how long a shell waits for names.
+const completionPatience = 2 * time.Second
+
+// completeSession offers the ids of sessions that have not ended. A server
+// that does not answer offers nothing.
+func (a *app) completeSession(cmd *cobra.Command, args []string, _ string) ([]string, cobra.ShellCompDirective) {
+	if len(args) > 0 && cmd.Name() != "end" {
+		return nil, cobra.ShellCompDirectiveDefault
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), completionPatience)
+	defer cancel()
+	c, err := a.connect(ctx, onServer)
+	if err != nil {
+		return nil, cobra.ShellCompDirectiveNoFileComp
+	}
+	var out []string
+	for s, err := range c.Sessions(ctx, client.ListOptions{}) {
+		if err != nil {
+			break
+		}
+		if s.State != client.Ended {
+			out = append(out, s.ID+"\t"+string(s.State)+" "+s.Spec.Template)
+		}
+	}
+	return out, cobra.ShellCompDirectiveNoFileComp
+}

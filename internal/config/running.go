@@ -1,0 +1,73 @@
+package config
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"syscall"
+)
+
+// Running is how the server of a run directory is found. It holds no secret:
+// the key is in a file that only its owner can read.
+type Running struct {
+	URL     string `json:"url"`
+	PID     int    `json:"pid"`
+	KeyFile string `json:"key_file,omitempty"`
+}
+
+const runningFile = "server.json"
+
+// Announce writes where this process serves. The returned function takes it
+// back.
+func Announce(runDir string, r Running) (withdraw func() error, err error) {
+	if err := os.MkdirAll(runDir, 0o755); err != nil {
+		return nil, fmt.Errorf("announce the server: %w", err)
+	}
+	r.PID = os.Getpid()
+	data, err := json.Marshal(r)
+	if err != nil {
+		return nil, err
+	}
+	path := filepath.Join(runDir, runningFile)
+	// The name is this process's own until it is renamed over the old one.
+	tmp := fmt.Sprintf("%s.%d", path, r.PID)
+	if err := os.WriteFile(tmp, append(data, '\n'), 0o644); err != nil { //nolint:gosec // it is for everyone to read
+		return nil, fmt.Errorf("announce the server: %w", err)
+	}
+	if err := os.Rename(tmp, path); err != nil {
+		return nil, errors.Join(fmt.Errorf("announce the server: %w", err), os.Remove(tmp))
+	}
+	return func() error {
+		now, ok, err := Find(runDir)
+		if err != nil || !ok || now.PID != r.PID {
+			return err // another server has taken over
+		}
+		return os.Remove(path)
+	}, nil
+}
+
+// Find returns the server of a run directory, if one is alive.
+func Find(runDir string) (Running, bool, error) {
+	data, err := os.ReadFile(filepath.Join(runDir, runningFile))
+	if errors.Is(err, fs.ErrNotExist) {
+		return Running{}, false, nil
+	}
+	if err != nil {
+		return Running{}, false, err
+	}
+	var r Running
+	if err := json.Unmarshal(data, &r); err != nil {
+		return Running{}, false, fmt.Errorf("%s: %w", filepath.Join(runDir, runningFile), err)
+	}
+	if r.PID <= 0 {
+		return Running{}, false, nil
+	}
+	// EPERM means alive and another user's.
+	if err := syscall.Kill(r.PID, 0); err != nil && !errors.Is(err, syscall.EPERM) {
+		return Running{}, false, nil
+	}
+	return r, true, nil
+}
