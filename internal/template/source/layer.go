@@ -60,6 +60,9 @@ func mergeTar(ctx context.Context, t *tree.Tree, spool *tree.Spool, r io.Reader,
 // tarError gives the faults of the format the kind of a bad input, and leaves
 // those of reading, which may be anything, as they are.
 func tarError(err error) error {
+	if kind.Of(err) != kind.Internal {
+		return err
+	}
 	if errors.Is(err, tar.ErrHeader) || errors.Is(err, tar.ErrFieldTooLong) || errors.Is(err, io.ErrUnexpectedEOF) {
 		return kind.Errorf(kind.Invalid, "not a whole tar: %w", err)
 	}

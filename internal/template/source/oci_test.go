@@ -451,6 +451,9 @@ func TestCutOff(t *testing.T) {
 			if req.Method == http.MethodGet && strings.HasSuffix(req.URL.Path, layer) {
 				w.Header().Set("Content-Length", fmt.Sprint(len(p.blobs[layer])))
 				w.Write(p.blobs[layer][:10])
+				if err := http.NewResponseController(w).Flush(); err != nil {
+					t.Error(err)
+				}
 				panic(http.ErrAbortHandler)
 			}
 			h.ServeHTTP(w, req)

@@ -17,8 +17,13 @@ import (
 	"bivy/internal/kind"
 )
 
-// maxHops is how many symlinks one path may lead through, as in Linux.
-const maxHops = 40
+// maxHops is how many symlinks one path may lead through, as in Linux; maxSteps
+// is how many components it may have with theirs, so that a million short names
+// through long symlinks stay cheap to refuse.
+const (
+	maxHops  = 40
+	maxSteps = 4096
+)
 
 // Content opens the bytes of a regular file. It may be opened more than once,
 // also after other entries were added. What it returns must yield exactly the
@@ -200,7 +205,10 @@ func (t *Tree) descend(name string, parts []string, create bool) ([]*Inode, erro
 	at := []*Inode{t.root}
 	hops := 0
 	queue := slices.Clone(parts)
-	for len(queue) > 0 {
+	for steps := 0; len(queue) > 0; steps++ {
+		if steps > maxSteps {
+			return nil, t.Refuse(name, "more than %d components with those of its symlinks", maxSteps)
+		}
 		part := queue[0]
 		queue = queue[1:]
 		cur := at[len(at)-1]

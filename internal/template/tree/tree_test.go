@@ -144,6 +144,7 @@ func TestRefused(t *testing.T) {
 		{"long path", []op{put(strings.Repeat("abcdefg/", 600), dir())}, kind.Exhausted, "PathBytes"},
 		{"deep path", []op{put(strings.Repeat("a/", 300), dir())}, kind.Exhausted, "Depth"},
 		{"symlink loop", append(loop, put("x/f", file("1"))), kind.Invalid, "symlinks"},
+		{"a long way through symlinks", []op{put("a", symlink(strings.Repeat("./", 2000))), put("b", symlink("a/a/a")), put("b/f", file("1"))}, kind.Invalid, "components"},
 		{"below a file", []op{put("f", file("1")), put("f/g", file("2"))}, kind.Invalid, "not a directory"},
 		{"root as a file", []op{put("/", file("1"))}, kind.Invalid, "root"},
 		{"root whiteout", []op{whiteout("/")}, kind.Invalid, "root"},
