@@ -178,8 +178,8 @@ func ParseSpec(data []byte) (Spec, error) {
 	if err := dec.Decode(&s); err != nil {
 		return Spec{}, kind.Errorf(kind.Invalid, "spec: %w", err).WithHint("see docs/spec.md for the fields")
 	}
-	if dec.More() {
-		return Spec{}, kind.Errorf(kind.Invalid, "spec: data after the spec ends at byte %d", dec.InputOffset())
+	if err := oneMeaning(data); err != nil {
+		return Spec{}, kind.Errorf(kind.Invalid, "spec: %w", err).WithHint("see docs/spec.md for the fields")
 	}
 	return s, nil
 }

@@ -1,0 +1,365 @@
+package auth
+
+import (
+	"context"
+	"errors"
+	"os"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+
+	"bivy/internal/kind"
+	"bivy/internal/session"
+)
+
+// memory is a Store in memory; fail makes its writes fail.
+type memory struct {
+	mu   sync.Mutex
+	keys []Key
+	fail error
+}
+
+func (m *memory) PutKey(_ context.Context, k Key) error {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.fail != nil {
+		return m.fail
+	}
+	if slices.ContainsFunc(m.keys, func(o Key) bool { return o.ID == k.ID || o.Hash == k.Hash }) {
+		return kind.Errorf(kind.Conflict, "taken")
+	}
+	m.keys = append(m.keys, k)
+	return nil
+}
+
+func (m *memory) Keys(context.Context) ([]Key, error) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return slices.Clone(m.keys), nil
+}
+
+func (m *memory) RevokeKey(_ context.Context, id string, at time.Time) error {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	for i := range m.keys {
+		if m.keys[i].ID == id {
+			if m.keys[i].RevokedAt.IsZero() {
+				m.keys[i].RevokedAt = at
+			}
+			return nil
+		}
+	}
+	return kind.Errorf(kind.NotFound, "no key %s", id)
+}
+
+func ring(t *testing.T, m *memory) *Keyring {
+	t.Helper()
+	r, err := Open(t.Context(), m, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return r
+}
+
+var root = session.Principal{Subject: "local:root"}
+
+func TestKeys(t *testing.T) {
+	m := &memory{}
+	r := ring(t, m)
+	token, k, err := r.Create(t.Context(), root, Developer, "ada's laptop")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if !regexp.MustCompile(`^e2b_[0-9a-f]{40}$`).MatchString(token.Reveal()) {
+		t.Errorf("token %q has not the shape that clients expect", token.Reveal())
+	}
+	if len(k.ID) != 8 || k.CreatedBy != root.Subject || k.Role != Developer || k.Label != "ada's laptop" || k.CreatedAt.IsZero() {
+		t.Errorf("key %+v", k)
+	}
+	c, err := r.Authenticate(t.Context(), token.Reveal())
+	if want := (Caller{Principal: session.Principal{Subject: "key:" + k.ID}, Role: Developer, KeyID: k.ID}); err != nil || c != want {
+		t.Errorf("got %+v, %v; want %+v", c, err, want)
+	}
+	if _, _, err := r.Create(t.Context(), root, Admin, "keeps the last one company"); err != nil {
+		t.Fatal(err)
+	}
+	for range 2 {
+		if err := r.Revoke(t.Context(), k.ID); err != nil {
+			t.Fatal(err)
+		}
+	}
+	_, err = r.Authenticate(t.Context(), token.Reveal())
+	if !kind.Is(err, kind.Unauthentic) || !strings.Contains(err.Error(), "revoked") {
+		t.Errorf("revoked: %v", err)
+	}
+	if err := r.Revoke(t.Context(), "00000000"); !kind.Is(err, kind.NotFound) {
+		t.Errorf("revoke an unknown key: %v", err)
+	}
+	all, err := r.List(t.Context())
+	if err != nil || len(all) != 2 {
+		t.Errorf("%d keys, %v", len(all), err)
+	}
+}
+
+func TestAuthenticateRefuses(t *testing.T) {
+	r := ring(t, &memory{})
+	good, _, err := r.Create(t.Context(), root, Admin, "")
+	if err != nil {
+		t.Fatal(err)
+	}
+	token := good.Reveal()
+	for _, bad := range []string{
+		"", "e2b_", token[:43], token + "0", " " + token, token + "\n", strings.ToUpper(token), "E2B_" + token[4:],
+		"sk_" + token[4:], "e2b_" + strings.Repeat("0", 40), "e2b_" + strings.Repeat("g", 40), token[:20] + "\x00" + token[21:],
+	} {
+		c, err := r.Authenticate(t.Context(), bad)
+		if !kind.Is(err, kind.Unauthentic) || kind.Hint(err) == "" || c != (Caller{}) {
+			t.Errorf("%q: %+v, %v", bad, c, err)
+		}
+		if err != nil && len(bad) > 20 && strings.Contains(err.Error(), bad[4:20]) {
+			t.Errorf("the error repeats what was sent: %v", err)
+		}
+	}
+}
+
+func TestCreateRefuses(t *testing.T) {
+	m := &memory{}
+	r := ring(t, m)
+	for _, c := range []struct {
+		role  Role
+		label string
+		field string
+	}{
+		{"", "", "role"}, {"root", "", "role"}, {"Admin", "", "role"},
+		{Admin, strings.Repeat("x", MaxLabel+1), "label"}, {Admin, "a\nb", "label"}, {Admin, "\xff", "label"}, {Admin, "\x1b[0m", "label"},
+	} {
+		if _, _, err := r.Create(t.Context(), root, c.role, c.label); !kind.Is(err, kind.Invalid) || kind.Field(err) != c.field {
+			t.Errorf("%q %q: %v", c.role, c.label, err)
+		}
+	}
+	m.fail = kind.Errorf(kind.Exhausted, "disk full")
+	if token, _, err := r.Create(t.Context(), root, Admin, ""); !kind.Is(err, kind.Exhausted) || !token.IsEmpty() {
+		t.Errorf("a store that fails: %v", err)
+	}
+	if len(m.keys) != 0 {
+		t.Errorf("keys %v", m.keys)
+	}
+}
+
+func TestLastAdminKeyStays(t *testing.T) {
+	r := ring(t, &memory{})
+	_, first, err := r.Create(t.Context(), root, Admin, "first")
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, developer, err := r.Create(t.Context(), root, Developer, "")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := r.Revoke(t.Context(), first.ID); !kind.Is(err, kind.Conflict) || kind.Hint(err) == "" {
+		t.Errorf("the last admin key: %v", err)
+	}
+	if err := r.Revoke(t.Context(), developer.ID); err != nil {
+		t.Error(err)
+	}
+	_, second, err := r.Create(t.Context(), root, Admin, "second")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := r.Revoke(t.Context(), first.ID); err != nil {
+		t.Errorf("one of two: %v", err)
+	}
+	if err := r.Revoke(t.Context(), second.ID); !kind.Is(err, kind.Conflict) {
+		t.Errorf("the last one again: %v", err)
+	}
+}
+
+func TestEnsureAdmin(t *testing.T) {
+	m := &memory{}
+	r := ring(t, m)
+	dir := t.TempDir()
+	path := filepath.Join(dir, AdminKeyFile)
+	// What lies there from a start that did not finish is replaced, with its mode.
+	if err := os.WriteFile(path, []byte("e2b_stale\n"), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	m.fail = errors.New("crash between file and store")
+	if _, err := r.EnsureAdmin(t.Context(), dir); err == nil {
+		t.Fatal("no error")
+	}
+	m.fail = nil
+	got, err := r.EnsureAdmin(t.Context(), dir)
+	if err != nil || got != path {
+		t.Fatalf("got %q, %v", got, err)
+	}
+	info, err := os.Stat(path)
+	if err != nil || info.Mode() != 0o600 {
+		t.Errorf("mode %v, %v", info.Mode(), err)
+	}
+	data, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	c, err := r.Authenticate(t.Context(), strings.TrimSuffix(string(data), "\n"))
+	if err != nil || c.Role != Admin {
+		t.Errorf("got %+v, %v", c, err)
+	}
+	if got, err := r.EnsureAdmin(t.Context(), dir); got != "" || err != nil {
+		t.Errorf("again: %q, %v", got, err)
+	}
+	if got, err := ring(t, m).EnsureAdmin(t.Context(), dir); got != "" || err != nil {
+		t.Errorf("after a restart: %q, %v", got, err)
+	}
+	if now, err := os.ReadFile(path); err != nil || string(now) != string(data) {
+		t.Error("the file was written again")
+	}
+	if entries, err := os.ReadDir(dir); err != nil || len(entries) != 1 {
+		t.Errorf("left in the directory: %v", entries)
+	}
+}
+
+func TestConcurrentUse(t *testing.T) {
+	m := &memory{}
+	r := ring(t, m)
+	keep, _, err := r.Create(t.Context(), root, Admin, "")
+	if err != nil {
+		t.Fatal(err)
+	}
+	var wg sync.WaitGroup
+	for range 8 {
+		wg.Go(func() {
+			for range 50 {
+				token, k, err := r.Create(context.Background(), root, Developer, "")
+				if err != nil {
+					t.Error(err)
+					return
+				}
+				if _, err := r.Authenticate(context.Background(), token.Reveal()); err != nil {
+					t.Errorf("a new key: %v", err)
+				}
+				if err := r.Revoke(context.Background(), k.ID); err != nil {
+					t.Error(err)
+				}
+				if _, err := r.Authenticate(context.Background(), token.Reveal()); err == nil {
+					t.Error("a revoked key still works")
+				}
+				if _, err := r.Authenticate(context.Background(), keep.Reveal()); err != nil {
+					t.Errorf("a key that nobody touched: %v", err)
+				}
+			}
+		})
+	}
+	wg.Wait()
+}
+
+// TestTable holds the whole table of permissions: a change of it is a change
+// of this test.
+func TestTable(t *testing.T) {
+	type row struct{ admin, developer, auditor string }
+	want := map[Permission]row{
+		SessionCreate: {"all", "all", "-"},
+		SessionRead:   {"all", "own", "all"},
+		SessionExtend: {"all", "own", "-"},
+		SessionEnd:    {"all", "own", "-"},
+		CommandRun:    {"all", "own", "-"},
+		CommandRead:   {"all", "own", "all"},
+		FileRead:      {"all", "own", "-"},
+		FileWrite:     {"all", "own", "-"},
+		AuditRead:     {"all", "own", "all"},
+		TemplateRead:  {"all", "all", "all"},
+		TemplateWrite: {"all", "-", "-"},
+		KeyManage:     {"all", "-", "-"},
+		NodeRead:      {"all", "-", "all"},
+	}
+	id := session.NewID()
+	name := func(role Role, p Permission) string {
+		c := Caller{Principal: session.Principal{Subject: "key:me"}, Role: role}
+		mine := c.AllowSession(p, id, c.Principal)
+		theirs := c.AllowSession(p, id, session.Principal{Subject: "key:other"})
+		scope, scopeErr := c.Scope(p)
+		switch {
+		case mine == nil && theirs == nil:
+			if scope != "" || scopeErr != nil || c.Allow(p) != nil {
+				t.Errorf("%s %s: scope %q %v", role, p, scope, scopeErr)
+			}
+			return "all"
+		case mine == nil:
+			if scope != "key:me" || scopeErr != nil || c.Allow(p) != nil {
+				t.Errorf("%s %s: scope %q %v", role, p, scope, scopeErr)
+			}
+			if !kind.Is(theirs, kind.NotFound) {
+				t.Errorf("%s %s on somebody else's session: %v, want as if it were not there", role, p, theirs)
+			}
+			return "own"
+		}
+		if !kind.Is(mine, kind.Denied) || !kind.Is(theirs, kind.Denied) || !kind.Is(scopeErr, kind.Denied) || !kind.Is(c.Allow(p), kind.Denied) {
+			t.Errorf("%s %s: %v, %v, %v", role, p, mine, theirs, scopeErr)
+		}
+		return "-"
+	}
+	got := map[Permission]row{}
+	for _, p := range Permissions() {
+		got[p] = row{name(Admin, p), name(Developer, p), name(Auditor, p)}
+	}
+	if d := cmp.Diff(want, got, cmp.AllowUnexported(row{})); d != "" {
+		t.Errorf("table (-want +got):\n%s", d)
+	}
+}
+
+func TestNobodyMayDoAnything(t *testing.T) {
+	id := session.NewID()
+	for _, c := range []Caller{
+		{}, {Role: Admin}, {Principal: session.Principal{Subject: "key:x"}}, {Principal: session.Principal{Subject: "key:x"}, Role: "root"},
+	} {
+		for _, p := range Permissions() {
+			if c.Allow(p) == nil || c.AllowSession(p, id, session.Principal{}) == nil {
+				t.Errorf("%+v may %s", c, p)
+			}
+		}
+	}
+	for _, role := range Roles() {
+		c := Caller{Principal: session.Principal{Subject: "key:x"}, Role: role}
+		for _, p := range []Permission{"", "session", "session.*", "SESSION.READ", "new.permission"} {
+			if c.Allow(p) == nil {
+				t.Errorf("%s may %q", role, p)
+			}
+		}
+		if got, err := ParseRole(string(role)); got != role || err != nil {
+			t.Errorf("ParseRole(%s): %v, %v", role, got, err)
+		}
+	}
+	if err := Local(0).Allow(KeyManage); err != nil {
+		t.Error(err)
+	}
+	if Local(0).Principal.Subject != "local:root" || Local(1000).Principal.Subject != "local:1000" {
+		t.Errorf("local callers are %v and %v", Local(0), Local(1000))
+	}
+}
+
+func BenchmarkAuthenticate(b *testing.B) {
+	m := &memory{}
+	r, err := Open(b.Context(), m, nil)
+	if err != nil {
+		b.Fatal(err)
+	}
+	var token string
+	for range 1000 {
+		v, _, err := r.Create(b.Context(), root, Developer, "")
+		if err != nil {
+			b.Fatal(err)
+		}
+		token = v.Reveal()
+	}
+	b.ReportAllocs()
+	for b.Loop() {
+		if _, err := r.Authenticate(b.Context(), token); err != nil {
+			b.Fatal(err)
+		}
+	}
+}
