@@ -30,6 +30,7 @@ import (
 	"net/http"
 	"os"
 	"path/filepath"
+	"runtime"
 	"runtime/debug"
 	"strings"
 	"sync"
@@ -200,7 +201,10 @@ func (a *Agent) now() time.Time {
 }
 
 // reclaim gives memory back that the last requests needed.
-func reclaim() { debug.FreeOSMemory() }
+func reclaim() {
+	runtime.GC() // what a pool holds survives one collection
+	debug.FreeOSMemory()
+}
 
 // patience renews a connection's deadlines with every piece that is read or
 // written, so that only a peer that has stopped altogether is cut off.

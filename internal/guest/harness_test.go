@@ -234,6 +234,8 @@ func (s *sandbox) dial(ctx context.Context) (net.Conn, error) {
 	return d.DialContext(ctx, "unix", s.socket)
 }
 
+func (s *sandbox) dialAny(ctx context.Context, _, _ string) (net.Conn, error) { return s.dial(ctx) }
+
 func writeFile(t *testing.T, path, text string) {
 	t.Helper()
 	if err := os.WriteFile(path, []byte(text), 0o644); err != nil {

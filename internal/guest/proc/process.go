@@ -21,6 +21,7 @@ const (
 	// lingering is how long, at most, output of such a background process is
 	// reported after all that the leader left in the pipe.
 	lingering = 2 * time.Second
+	flood     = 1 << 20 // bytes of it
 	// terminalBuffer is more than a kernel keeps for a terminal's reader.
 	terminalBuffer = 64 << 10
 )
@@ -103,6 +104,7 @@ func (p *Process) run(ended func(*Process)) {
 func (p *Process) read(f *os.File, from stream, limit int) {
 	var waited time.Duration // in reads, since the leader's exit was noticed
 	left := -1               // of what the leader left behind, in bytes
+	more := 0                // what came after that
 	for {
 		began := time.Now()
 		gone := p.gone()
@@ -110,7 +112,7 @@ func (p *Process) read(f *os.File, from stream, limit int) {
 			if left < 0 {
 				left = p.leftIn(f)
 			}
-			if (left == 0 && began.Sub(p.exitAt) > lingering) || waited > lingering {
+			if (left == 0 && (began.Sub(p.exitAt) > lingering || more > flood)) || waited > lingering {
 				p.drain(f)
 				return
 			}
@@ -136,6 +138,7 @@ func (p *Process) read(f *os.File, from stream, limit int) {
 		}
 		if gone {
 			waited += time.Since(began)
+			more += max(0, len(c.data)-left)
 			left = max(0, left-len(c.data))
 		}
 		c.from = from

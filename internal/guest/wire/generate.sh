@@ -5,7 +5,7 @@ set -eu
 cd "$(dirname "$0")"
 bin=$(mktemp -d)
 trap 'rm -rf "$bin"' EXIT
-go build -o "$bin/" google.golang.org/protobuf/cmd/protoc-gen-go connectrpc.com/connect/cmd/protoc-gen-connect-go
+go -C "${BIVY_MODULE:-.}" build -o "$bin/" google.golang.org/protobuf/cmd/protoc-gen-go connectrpc.com/connect/cmd/protoc-gen-connect-go
 PATH="$bin:$PATH" protoc -I proto \
 	--go_out=gen --go_opt=module=bivy/internal/guest/wire/gen \
 	--connect-go_out=gen --connect-go_opt=module=bivy/internal/guest/wire/gen \

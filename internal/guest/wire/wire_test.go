@@ -1,0 +1,185 @@
+package wire_test
+
+import (
+	"bytes"
+	"errors"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+	"unicode/utf8"
+
+	"connectrpc.com/connect"
+
+	"bivy/internal/guest/wire"
+)
+
+func TestSign(t *testing.T) {
+	// The vector E2B's clients are tested with.
+	got := wire.Sign("hello.txt", wire.SignRead, "user", "0tQG31xiMp0IOQfaz9dcwi72L1CPo8e0", time.Time{})
+	if want := "v1_gUtH/s9YCJWgCizjfUxuWfhFE4QSydOWEIIvfLwDr6E"; got != want {
+		t.Errorf("got %s, want %s", got, want)
+	}
+	if later := wire.Sign("hello.txt", wire.SignRead, "user", "0tQG31xiMp0IOQfaz9dcwi72L1CPo8e0", time.Unix(1, 0)); later == got {
+		t.Error("the expiry is not signed")
+	}
+}
+
+func TestEscape(t *testing.T) {
+	for raw, want := range map[string]string{
+		"": "", "plain": "plain", "日本": "日本", "\xff": "\U0010FEFF", "a\x80b": "a\U0010FE80b",
+		"\U0010FE80": "\U0010FEF4\U0010FE8F\U0010FEBA\U0010FE80", "\uFFFD": "\uFFFD", "\U0010FFFF": "\U0010FFFF",
+	} {
+		if got := wire.Escape(raw); got != want {
+			t.Errorf("Escape(%q) = %q, want %q", raw, got, want)
+		}
+	}
+}
+
+func FuzzEscape(f *testing.F) {
+	for _, s := range []string{"", "a", "\xff\xfe", "\U0010FE80", "é\xe9", "\xf4\x8f\xba", "\xed\xa0\x80"} {
+		f.Add(s)
+	}
+	f.Fuzz(func(t *testing.T, s string) {
+		e := wire.Escape(s)
+		if !utf8.ValidString(e) {
+			t.Errorf("Escape(%q) is not UTF-8", s)
+		}
+		if back := wire.Unescape(e); back != s {
+			t.Errorf("Unescape(Escape(%q)) = %q", s, back)
+		}
+		_ = wire.Unescape(s) // any text may come
+	})
+}
+
+func TestStatus(t *testing.T) {
+	for signal := 1; signal <= 64; signal++ {
+		for _, core := range []bool{false, true} {
+			if got := wire.StatusSignal(wire.SignalStatus(signal, core)); got != signal {
+				t.Errorf("signal %d came back as %d", signal, got)
+			}
+		}
+	}
+	for _, s := range []string{"", "exit status 9", "signal: ", "signal: signal x", "signal: signal 65", "killed"} {
+		if got := wire.StatusSignal(s); got != 0 {
+			t.Errorf("%q is signal %d", s, got)
+		}
+	}
+	if wire.SignalStatus(9, false) != "signal: killed" || wire.SignalStatus(11, true) != "signal: segmentation fault (core dumped)" || wire.ExitStatus(1) != "exit status 1" {
+		t.Error("the texts are not those clients know")
+	}
+}
+
+func TestReasons(t *testing.T) {
+	err := error(wire.NewError(connect.CodeInvalidArgument, wire.ReasonCommandNotFound, errors.New("x")))
+	if !wire.IsNotFound(err) || wire.IsNotExecutable(err) || wire.IsBadCwd(err) || wire.IsUnknownUser(err) || wire.IsTimeout(err) {
+		t.Error("a reason is taken for another")
+	}
+	if wire.ReasonOf(nil) != "" || wire.ReasonOf(errors.New("x")) != "" || wire.IsNotFound(connect.NewError(connect.CodeNotFound, nil)) {
+		t.Error("a reason comes from nowhere")
+	}
+}
+
+func TestCheckCommand(t *testing.T) {
+	fits := strings.Repeat("x", wire.MaxStringBytes)
+	for name, tt := range map[string]struct {
+		cmd, cwd string
+		args     []string
+		env      map[string]string
+		field    string
+	}{
+		"good":        {"a", "/", []string{"", fits}, map[string]string{"A": ""}, ""},
+		"empty":       {"", "", nil, nil, "cmd"},
+		"too many":    {"a", "", slicesOf(fits, 9), nil, "args"},
+		"long":        {"a", "", []string{"", fits + "x"}, nil, "args[1]"},
+		"no name":     {"a", "", nil, map[string]string{"": "x"}, `envs[""]`},
+		"long env":    {"a", "", nil, map[string]string{"A": fits}, `envs["A"]`},
+		"long cwd":    {"a", strings.Repeat("x", 5000), nil, nil, "cwd"},
+		"NUL in name": {"a", "", nil, map[string]string{"A\x00": "x"}, `envs["A\x00"]`},
+	} {
+		m := wire.CheckCommand(tt.cmd, tt.args, tt.env, tt.cwd)
+		if got := ""; m != nil {
+			got = m.Field
+			if got != tt.field {
+				t.Errorf("%s: field %q, want %q", name, got, tt.field)
+			}
+		} else if tt.field != "" {
+			t.Errorf("%s: nothing is wrong", name)
+		}
+	}
+}
+
+func slicesOf(s string, n int) []string {
+	all := make([]string, n)
+	for i := range all {
+		all[i] = s
+	}
+	return all
+}
+
+// TestGenerated makes the code again and compares, where protoc is there.
+func TestGenerated(t *testing.T) {
+	version, err := exec.Command("protoc", "--version").Output()
+	if err != nil {
+		t.Skip("protoc is not installed (Debian: protobuf-compiler)")
+	}
+	dir := t.TempDir()
+	for _, name := range []string{"generate.sh", "proto/process.proto", "proto/filesystem.proto"} {
+		text, err := os.ReadFile(name)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := os.MkdirAll(filepath.Join(dir, filepath.Dir(name)), 0o755); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.WriteFile(filepath.Join(dir, name), text, 0o755); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := os.Mkdir(filepath.Join(dir, "gen"), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	mod, err := exec.Command("go", "env", "GOMOD").Output()
+	if err != nil {
+		t.Fatal(err)
+	}
+	cmd := exec.Command(filepath.Join(dir, "generate.sh"))
+	cmd.Env = append(os.Environ(), "BIVY_MODULE="+filepath.Dir(strings.TrimSpace(string(mod))))
+	if out, err := cmd.CombinedOutput(); err != nil {
+		t.Fatalf("%v\n%s", err, out)
+	}
+	err = filepath.WalkDir(filepath.Join(dir, "gen"), func(path string, d os.DirEntry, err error) error {
+		if err != nil || d.IsDir() {
+			return err
+		}
+		name, err := filepath.Rel(dir, path)
+		if err != nil {
+			return err
+		}
+		made, err1 := os.ReadFile(path)
+		kept, err2 := os.ReadFile(name)
+		if err := errors.Join(err1, err2); err != nil {
+			return err
+		}
+		if !bytes.Equal(withoutVersion(made), withoutVersion(kept)) {
+			t.Errorf("%s is stale: run go generate (here with %s)", name, bytes.TrimSpace(version))
+		}
+		return nil
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+// withoutVersion drops the line that names the compiler's version.
+func withoutVersion(text []byte) []byte {
+	var out []byte
+	for line := range bytes.Lines(text) {
+		if !bytes.HasPrefix(line, []byte("// \tprotoc")) {
+			out = append(out, line...)
+		}
+	}
+	return out
+}
