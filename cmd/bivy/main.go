@@ -4,6 +4,7 @@ package main
 import (
 	"context"
 	"os"
+	"runtime"
 
 	"bivy/client"
 	"bivy/internal/cli"
@@ -14,8 +15,6 @@ import (
 var version, commit = "dev", ""
 
 func main() {
-	// Taken here: the gVisor driver replaces the process's own.
-	streams := cli.Streams{In: os.Stdin, Out: os.Stdout, Err: os.Stderr}
-	engine := daemon.Engine(client.Version{Version: version, Commit: commit, API: "v1"})
-	os.Exit(cli.Main(context.Background(), engine, os.Args[1:], streams))
+	v := client.Version{Version: version, Commit: commit, Go: runtime.Version(), API: "v1"}
+	os.Exit(cli.Main(context.Background(), daemon.Engine(v), os.Args[1:], cli.Streams{In: os.Stdin, Out: os.Stdout, Err: os.Stderr}))
 }

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"os/signal"
 	"strings"
+	"sync"
 
 	"github.com/spf13/cobra"
 	"golang.org/x/sys/unix"
@@ -64,22 +65,47 @@ func (a *app) serve(ctx context.Context, cfg config.Config) (err error) {
 	}
 	ctx, stop := signal.NotifyContext(ctx, unix.SIGINT, unix.SIGTERM)
 	defer stop()
-	withdraw := func() error { return nil }
-	var announced error
+	var an announcement
 	err = a.engine.Serve(ctx, cfg, log, func(l Listening) {
-		w, err := config.Announce(cfg.RunDir, config.Running{URL: l.URL, KeyFile: l.KeyFile})
-		if err != nil {
-			announced = err
+		if err := an.make(cfg.RunDir, config.Running{URL: l.URL, KeyFile: l.KeyFile}); err != nil {
 			stop()
 			return
 		}
-		withdraw = w
 		log.Info("serving", "url", l.URL, "data", cfg.DataDir, "driver", cfg.Driver, "key_file", l.KeyFile)
 	})
 	if errors.Is(err, context.Canceled) && ctx.Err() != nil {
 		err = nil
 	}
-	return errors.Join(err, announced, withdraw())
+	return errors.Join(err, an.end())
+}
+
+// announcement is made by the server when it is ready, on a goroutine of its
+// own choice, and taken back when it has stopped.
+type announcement struct {
+	mu       sync.Mutex
+	over     bool
+	withdraw func() error
+	err      error
+}
+
+func (n *announcement) make(runDir string, r config.Running) error {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if n.over {
+		return nil
+	}
+	n.withdraw, n.err = config.Announce(runDir, r)
+	return n.err
+}
+
+func (n *announcement) end() error {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	n.over = true
+	if n.withdraw == nil {
+		return n.err
+	}
+	return n.withdraw()
 }
 
 func (a *app) doctorCommand() *cobra.Command {
