@@ -125,7 +125,7 @@ var quarantine = []struct{ imports, in, why string }{
 	{"github.com/spf13/cobra", "internal/cli", "one place reads the command line"},
 	{"github.com/schollz/", "internal/cli", "one place draws on terminals"},
 	{"unsafe", "internal/driver/gvisor/sentry internal/guest/accounts internal/guest/watch internal/guest/wire/gen/", "go:linkname in one file, system calls that x/sys lacks in two, and generated code"},
-	{"log", "internal/driver/gvisor/sentry/gen internal/bundle/pack internal/template/source", "generators, and a test whose registry takes no other; everything else has log/slog"},
+	{"log", "internal/driver/gvisor/sentry/gen internal/bundle/pack internal/template internal/template/source", "generators, and tests whose registry takes no other; everything else has log/slog"},
 }
 
 // bans are names that no file may use, but for the places in except.

@@ -2,10 +2,10 @@ package bivy_test
 
 import (
 	"context"
+	"crypto/sha256"
 	"encoding/json"
 	"errors"
 	"fmt"
-	"net"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -295,6 +295,11 @@ func TestDocs(t *testing.T) {
 			}
 		})
 	}
+	t.Run("leftovers", func(t *testing.T) {
+		// A document that went wrong may have left its sessions.
+		r := newReader(t, bin, host)
+		r.follow(t, block{file: "all documents", session: true, text: "for id in $(bivy ls -q); do bivy end $id; done\n"})
+	})
 	t.Logf("%d blocks run, %d skipped", ran, skipped)
 	if ran == 0 {
 		t.Error("no block was run")
@@ -336,19 +341,32 @@ func newReader(t *testing.T, bin, host string) *reader {
 
 func (r *reader) path(name string) string { return filepath.Join(r.dir, name) }
 
-// docsHost configures a bivy that shares nothing with one of this machine.
+// docsHost configures a bivy that shares nothing with one of this machine. It
+// is not in TempDir, which sandboxes' unprivileged users cannot get into.
 func docsHost(t *testing.T) string {
 	t.Helper()
-	dir := t.TempDir()
-	l, err := net.Listen("tcp", "127.0.0.1:0")
+	dir, err := os.MkdirTemp("", "bivy-docs-")
 	if err != nil {
 		t.Fatal(err)
 	}
-	listen := l.Addr().String()
-	if err := l.Close(); err != nil {
+	t.Cleanup(func() {
+		if err := os.RemoveAll(dir); err != nil {
+			t.Error("what the documents left:", err)
+		}
+		// The daemon names its groups by its run directory; they are empty.
+		sum := sha256.Sum256([]byte(filepath.Join(dir, "run")))
+		groups, err := filepath.Glob(fmt.Sprintf("/sys/fs/cgroup/*/bivy-%x*", sum[:4]))
+		for _, g := range groups {
+			err = errors.Join(err, os.Remove(g))
+		}
+		if err != nil {
+			t.Error("groups that the documents left:", err)
+		}
+	})
+	if err := os.Chmod(dir, 0o711); err != nil {
 		t.Fatal(err)
 	}
-	conf := fmt.Sprintf("listen: %q\ndata_dir: %q\nrun_dir: %q\n", listen, filepath.Join(dir, "data"), filepath.Join(dir, "run"))
+	conf := fmt.Sprintf("listen: 127.0.0.1:0\ndata_dir: %q\nrun_dir: %q\n", filepath.Join(dir, "data"), filepath.Join(dir, "run"))
 	if err := os.WriteFile(filepath.Join(dir, "config.yaml"), []byte(conf), 0o600); err != nil {
 		t.Fatal(err)
 	}

@@ -144,7 +144,10 @@ func (f *flow) one(ctx context.Context, s *step) error {
 	f.m.hook(f.name + "." + s.name + ".done")
 	f.timing = append(f.timing, Phase{Name: s.name, Took: took})
 	p := stepPayload{Flow: f.name, Step: s.name, Millis: millis(took), Residual: out.residual, Facts: out.facts}
-	f.owed = append(f.owed, out.entries...)
+	for _, e := range out.entries {
+		e.Actor = f.actor // what a step found is the flow's to tell
+		f.owed = append(f.owed, e)
+	}
 	if err != nil {
 		err = fmt.Errorf("%s %s: %w", f.name, s.name, err)
 		p.Error = clip(err.Error(), maxErrorText)
