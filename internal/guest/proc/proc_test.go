@@ -49,13 +49,18 @@ func TestRetention(t *testing.T) {
 		for n := range 3 * maxEnded {
 			s.finished(&Process{pid: 100 + n})
 		}
-		if len(s.ended) > maxEnded {
-			t.Errorf("%d ends are kept", len(s.ended))
+		kept := func() int {
+			s.mu.Lock()
+			defer s.mu.Unlock()
+			return len(s.ended)
+		}
+		if n := kept(); n > maxEnded {
+			t.Errorf("%d ends are kept", n)
 		}
 		time.Sleep(time.Hour)
 		synctest.Wait()
-		if len(s.ended) != 0 {
-			t.Errorf("%d ends are kept for ever", len(s.ended))
+		if n := kept(); n != 0 {
+			t.Errorf("%d ends are kept for ever", n)
 		}
 		if _, err := s.find(&pb.ProcessSelector{}, true); connect.CodeOf(err) != connect.CodeInvalidArgument {
 			t.Errorf("no selector: %v", err)
