@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"slices"
 	"unicode"
+	"unicode/utf16"
 	"unicode/utf8"
 )
 
@@ -169,12 +170,18 @@ func printable(b []byte) []byte {
 		case r < 0x7f, r > 0x7f && unicode.IsPrint(r) && (r != utf8.RuneError || n > 1):
 			out = append(out, b[:n]...)
 		case r >= 0x10000:
-			r -= 0x10000
-			out = fmt.Appendf(out, `\u%04x\u%04x`, 0xd800+r>>10, 0xdc00+r&0x3ff)
+			high, low := utf16.EncodeRune(r)
+			out = escape(escape(out, high), low)
 		default:
-			out = fmt.Appendf(out, `\u%04x`, r)
+			out = escape(out, r)
 		}
 		b = b[n:]
 	}
 	return out
+}
+
+// escape appends r, which has 16 bits, as JSON's \uXXXX.
+func escape(out []byte, r rune) []byte {
+	const digits = "0123456789abcdef"
+	return append(out, '\\', 'u', digits[r>>12&15], digits[r>>8&15], digits[r>>4&15], digits[r&15])
 }

@@ -319,7 +319,7 @@ func testHostileText(t *testing.T, s lifecycle.Store) {
 		e := audit.Entry{
 			Action: audit.CommandIntent, Outcome: audit.Pending, Ref: "c",
 			Actor:   session.Principal{Subject: text, OnBehalfOf: text, Trigger: text},
-			Payload: map[string]any{"argv": []string{text, "x"}, text: 1},
+			Payload: map[string]any{"argv": []string{text, "x"}},
 		}
 		if err := s.Append(t.Context(), at.ID, e); err != nil {
 			t.Errorf("%.20q: %v", text, err)
