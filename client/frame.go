@@ -75,15 +75,19 @@ type FrameReader struct {
 func NewFrameReader(r io.Reader) *FrameReader { return &FrameReader{r: r} }
 
 // Next returns the next frame; its payload is valid until the next call. It
-// returns io.EOF only between frames, and io.ErrUnexpectedEOF inside one. For
-// a frame that is too long it returns what a frame may hold of it and an
-// error that is ErrFrame; nothing can be read after that.
+// returns io.EOF only between frames, and io.ErrUnexpectedEOF inside one. A
+// frame that is too long is an error that is ErrFrame, and nothing can be read
+// after it; of a command it comes with what a frame may hold, so that the
+// answer can say which field made it so.
 func (f *FrameReader) Next() (FrameType, []byte, error) {
 	if _, err := io.ReadFull(f.r, f.header[:]); err != nil {
 		return 0, nil, err
 	}
 	t := FrameType(f.header[0])
 	announced := int64(binary.BigEndian.Uint32(f.header[1:]))
+	if announced > MaxFrame && t != FrameCommand {
+		return t, nil, tooLong(t, announced)
+	}
 	n := min(announced, MaxFrame)
 	const step = 64 << 10
 	f.buf = f.buf[:0]
@@ -104,7 +108,11 @@ func (f *FrameReader) Next() (FrameType, []byte, error) {
 		}
 	}
 	if announced > MaxFrame {
-		return t, f.buf, fmt.Errorf("%w: type %d announces %d bytes, at most %d", ErrFrame, t, announced, MaxFrame)
+		return t, f.buf, tooLong(t, announced)
 	}
 	return t, f.buf, nil
+}
+
+func tooLong(t FrameType, announced int64) error {
+	return fmt.Errorf("%w: type %d announces %d bytes, at most %d", ErrFrame, t, announced, MaxFrame)
 }

@@ -58,7 +58,9 @@ func serve(t *testing.T) *server {
 
 func (s *server) as(t *testing.T, key string) *client.Client {
 	t.Helper()
-	c, err := client.New(client.Options{URL: s.url, Key: key})
+	tr := http.DefaultTransport.(*http.Transport).Clone()
+	tr.DisableCompression = true
+	c, err := client.New(client.Options{URL: s.url, Key: key, HTTPClient: &http.Client{Transport: checked{tr, t, api.Validator(t)}}})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -465,7 +467,7 @@ func TestLines(t *testing.T) {
 	}
 	req.Header.Set("Authorization", "Bearer "+apitest.AdminSecret)
 	req.Header.Set("Content-Type", "application/json")
-	resp, err := s.ts.Client().Do(req)
+	resp, err := checked{http.DefaultTransport, t, api.Validator(t)}.RoundTrip(req)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -61,7 +61,7 @@ func (h *Handler) table() []route {
 		{method: "DELETE", pattern: "/v1/templates/{name...}", need: auth.TemplateWrite, handle: removeTemplate},
 
 		{method: "GET", pattern: "/v1/keys", need: auth.KeyManage, handle: listKeys},
-		{method: "POST", pattern: "/v1/keys", need: auth.KeyManage, repeatable: true, handle: createKey},
+		{method: "POST", pattern: "/v1/keys", need: auth.KeyManage, handle: createKey},
 		{method: "DELETE", pattern: "/v1/keys/{key}", need: auth.KeyManage, handle: revokeKey},
 	}
 }
