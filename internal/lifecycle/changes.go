@@ -48,7 +48,7 @@ func (m *Manager) digest(ctx context.Context, a *active) (outcome, error) {
 	out.entries = l.entries
 	if why != "" {
 		out.entries = append(out.entries, audit.Entry{
-			Action: audit.FileChangesCut, Outcome: audit.Failed, Sandbox: a.sandbox,
+			Action: audit.FileChangesCut, Outcome: audit.Failed, Actor: system, Sandbox: a.sandbox,
 			Payload: map[string]any{"listed": l.listed, "unlisted": l.unlisted, "unhashed": l.unhashed, "why": why},
 		})
 		out.residual = "not all changed files are listed with their digest: " + why
@@ -92,7 +92,7 @@ func (l *lister) read(tr *tar.Reader) error {
 			}
 		}
 		l.listed++
-		l.entries = append(l.entries, audit.Entry{Action: audit.FileChanged, Outcome: audit.OK, Sandbox: l.a.sandbox, Payload: p})
+		l.entries = append(l.entries, audit.Entry{Action: audit.FileChanged, Outcome: audit.OK, Actor: system, Sandbox: l.a.sandbox, Payload: p})
 	}
 }
 

@@ -602,6 +602,9 @@ func (c *command) detach(p *Process) {
 	c.readers = slices.DeleteFunc(c.readers, func(r *Process) bool { return r == p })
 }
 
+// Identity is the command's id and its pid inside the session.
+func (p *Process) Identity() (id string, pid uint32) { return p.ID, p.PID }
+
 // Next waits for output or the end; after the end it returns io.EOF. The
 // command makes no progress in its output while nobody calls Next.
 func (p *Process) Next(ctx context.Context) (Event, error) {

@@ -145,6 +145,21 @@ func (h *Host) OOM(id session.SandboxID, kills int64, fatal bool) {
 	}
 }
 
+// Forget makes the in-process agent of a sandbox lose its processes, as if it
+// had been replaced: nobody can say how they ended.
+func (h *Host) Forget(id session.SandboxID) {
+	s, err := h.get(id)
+	if err != nil || s.agent == nil {
+		return
+	}
+	s.agent.mu.Lock()
+	defer s.agent.mu.Unlock()
+	for pid, p := range s.agent.procs {
+		p.kill()
+		delete(s.agent.procs, pid)
+	}
+}
+
 func (h *Host) stop(id session.SandboxID, e driver.Exit) {
 	s, err := h.get(id)
 	if err != nil {
