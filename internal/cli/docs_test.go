@@ -1,0 +1,119 @@
+package cli
+
+import (
+	"os"
+	"reflect"
+	"regexp"
+	"strings"
+	"testing"
+
+	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
+
+	"bivy/internal/config"
+	"bivy/internal/session"
+)
+
+// TestDocumentation holds docs/cli.md against the commands: each has a
+// heading, and its flags are named below it or among those of run, which
+// others share.
+func TestDocumentation(t *testing.T) {
+	text, err := os.ReadFile("../../docs/cli.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	doc := string(text)
+	section := func(path string) string {
+		_, rest, ok := strings.Cut(doc, "\n### "+path)
+		if !ok {
+			return ""
+		}
+		body, _, _ := strings.Cut(rest, "\n### ")
+		return body
+	}
+	seen := map[string]bool{}
+	var walk func(c *cobra.Command)
+	walk = func(c *cobra.Command) {
+		for _, sub := range c.Commands() {
+			walk(sub)
+		}
+		if c.HasSubCommands() || c.Hidden || c.Name() == "help" {
+			return
+		}
+		body := section(c.CommandPath())
+		if body == "" {
+			t.Errorf("docs/cli.md has no section on %s", c.CommandPath())
+		}
+		seen[c.CommandPath()] = true
+		c.LocalFlags().VisitAll(func(f *pflag.Flag) {
+			if f.Name == "help" {
+				return
+			}
+			known := body
+			if c.Name() == "create" || c.Name() == "shell" {
+				known += section("bivy run")
+			}
+			if !regexp.MustCompile(`--`+f.Name+`\b`).MatchString(known) || f.Shorthand != "" && !strings.Contains(known, "`-"+f.Shorthand+"`") {
+				t.Errorf("docs/cli.md does not tell of %s --%s (-%s)", c.CommandPath(), f.Name, f.Shorthand)
+			}
+		})
+	}
+	root := (&app{}).root()
+	walk(root)
+	root.PersistentFlags().VisitAll(func(f *pflag.Flag) {
+		if !strings.Contains(doc, "`--"+f.Name) {
+			t.Errorf("docs/cli.md does not tell of --%s", f.Name)
+		}
+	})
+	for _, m := range regexp.MustCompile(`(?m)^### (bivy [a-z]+(?: [a-z]+)?)\b`).FindAllStringSubmatch(doc, -1) {
+		if !seen[m[1]] && m[1] != "bivy completion" {
+			t.Errorf("docs/cli.md has a section on %s, which there is not", m[1])
+		}
+	}
+	// The configuration that is shown has every field, and is a good one.
+	_, block, _ := strings.Cut(doc, "```yaml\n")
+	block, _, _ = strings.Cut(block, "```")
+	var c config.Config
+	if err := config.Decode([]byte(block), &c); err != nil {
+		t.Errorf("the configuration in docs/cli.md: %v", err)
+	}
+	for _, f := range reflect.VisibleFields(reflect.TypeFor[config.Config]()) {
+		if !strings.Contains(block, f.Tag.Get("yaml")+":") {
+			t.Errorf("docs/cli.md does not show %s", f.Tag.Get("yaml"))
+		}
+	}
+	if err := c.WithDefaults().Validate(); err != nil {
+		t.Errorf("the configuration in docs/cli.md: %v", err)
+	}
+}
+
+// TestSpecDocumentation reads the spec that docs/spec.md shows.
+func TestSpecDocumentation(t *testing.T) {
+	text, err := os.ReadFile("../../docs/spec.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, block, _ := strings.Cut(string(text), "```yaml\n")
+	block, _, _ = strings.Cut(block, "```")
+	path := t.TempDir() + "/spec.yaml"
+	if err := os.WriteFile(path, []byte(block), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	spec, err := readSpec(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	v := reflect.ValueOf(spec)
+	for i := range v.NumField() {
+		if v.Field(i).IsZero() {
+			t.Errorf("the spec in docs/spec.md does not show %s", v.Type().Field(i).Name)
+		}
+	}
+	for _, typ := range []reflect.Type{reflect.TypeFor[session.Spec](), reflect.TypeFor[session.Resources]()} {
+		for _, f := range reflect.VisibleFields(typ) {
+			if name := f.Tag.Get("yaml"); name != "resources" && !regexp.MustCompile("`(resources\\.)?"+name+"`").Match(text) {
+				t.Errorf("docs/spec.md does not tell of %s", name)
+			}
+		}
+	}
+}
