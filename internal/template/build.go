@@ -41,6 +41,9 @@ func (s *Store) Build(ctx context.Context, spec Spec, progress Progress) (Templa
 		if label == "" {
 			label = "from " + spec.From.Kind()
 		}
+		if errors.Is(err, unix.ENOSPC) || errors.Is(err, unix.EDQUOT) {
+			return Template{}, kind.Errorf(kind.Exhausted, "template %s: %w", label, err).WithHint("make room below %s, e.g. with bivy template gc", s.dir)
+		}
 		return Template{}, fmt.Errorf("template %s: %w", label, err)
 	}
 	if spec.Name != "" {
