@@ -8,7 +8,7 @@ case $out in /*) ;; *) out=$PWD/$out ;; esac
 cd "$(dirname "$0")/../.."
 overlay=$(mktemp)
 trap 'rm -f "$overlay"' EXIT
-tls=$(go env GOROOT)/src/crypto/tls
+tls=$("${GO:-go}" env GOROOT)/src/crypto/tls
 {
 	printf '{"Replace":{'
 	for file in "$tls"/*.go; do
@@ -17,4 +17,4 @@ tls=$(go env GOROOT)/src/crypto/tls
 	printf '"%s":"%s"}}' "$tls/tls.go" "$PWD/internal/guest/notls/tls.go"
 } >"$overlay"
 export CGO_ENABLED=0
-go build -overlay "$overlay" -tags nethttpomithttp2 -trimpath -ldflags='-s -w' -o "$out" "$@" ./cmd/bivy-guest
+"${GO:-go}" build -overlay "$overlay" -tags nethttpomithttp2 -trimpath -ldflags='-s -w' -o "$out" "$@" ./cmd/bivy-guest

@@ -11,6 +11,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"net"
 	"net/http"
 	"strconv"
@@ -167,11 +168,23 @@ func mapError(what string, err error) error {
 		return nil
 	}
 	var ce *connect.Error
-	if !errors.As(err, &ce) {
-		return kind.Wrap(kind.Unavailable, fmt.Errorf("%s: %w", what, err))
+	if own := (*kind.Error)(nil); errors.As(err, &own) || !errors.As(err, &ce) {
+		return unreached(what, err)
+	}
+	if errors.Is(err, io.ErrUnexpectedEOF) {
+		return unreached(what, err) // broken off, which connect takes for nonsense
 	}
 	r := &refusal{what: what, text: ce.Message(), reason: wire.ReasonOf(err), cause: err}
 	return kind.Wrap(kindOfCode(ce.Code()), r)
+}
+
+// unreached is an error of the way to the agent. What Dial says keeps its kind.
+func unreached(what string, err error) error {
+	k := kind.Unavailable
+	if own := (*kind.Error)(nil); errors.As(err, &own) {
+		k = own.Kind
+	}
+	return kind.Wrap(k, fmt.Errorf("%s: %w", what, err))
 }
 
 func kindOfCode(code connect.Code) kind.Kind {

@@ -255,7 +255,7 @@ func (c *Client) init(ctx context.Context, text []byte, token string) (InitResul
 func (c *Client) do(what string, req *http.Request, want int) (*http.Response, error) {
 	res, err := c.http.Do(req)
 	if err != nil {
-		return nil, kind.Wrap(kind.Unavailable, fmt.Errorf("%s: %w", what, err))
+		return nil, unreached(what, err)
 	}
 	if res.StatusCode == want {
 		return res, nil
