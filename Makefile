@@ -23,6 +23,6 @@ help: ## list the targets
 build: ## build bin/bivy with everything it carries inside
 	@mkdir -p bin
 	$(GO) build -trimpath -ldflags "$(STRIP) $(GV)" -o bin/bivy-sentry ./cmd/bivy-sentry
-	$(GO) build -trimpath -tags nethttpomithttp2 -ldflags "$(STRIP)" -o bin/bivy-guest ./cmd/bivy-guest
+	GO="$(GO)" cmd/bivy-guest/build.sh bin/bivy-guest
 	$(GO) run ./internal/bundle/pack -build $(BUILD) bin/bivy-sentry bin/bivy-guest
-	$(GO) build -trimpath -ldflags "$(STRIP) $(GV) -X bivy/internal/config.Version=$(VERSION)" -o bin/bivy ./cmd/bivy
+	$(GO) build -trimpath -ldflags "$(STRIP) $(GV) -X main.version=$(VERSION)" -o bin/bivy ./cmd/bivy

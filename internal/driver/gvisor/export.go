@@ -22,7 +22,10 @@ func (d *Driver) ExportChanges(ctx context.Context, id session.SandboxID, w io.W
 	if err != nil {
 		return err
 	}
-	defer s.mu.Unlock()
+	return s.do(ctx, func() error { return s.export(ctx, w) })
+}
+
+func (s *sandbox) export(ctx context.Context, w io.Writer) error {
 	read, write, err := os.Pipe()
 	if err != nil {
 		return err
@@ -45,7 +48,7 @@ func (d *Driver) ExportChanges(ctx context.Context, id session.SandboxID, w io.W
 		return ctx.Err()
 	}
 	if err != nil {
-		return fmt.Errorf("changes of %s: %w", id, err)
+		return fmt.Errorf("changes of %s: %w", s.id, err)
 	}
 	return nil
 }

@@ -148,8 +148,8 @@ func (d *Driver) Start(ctx context.Context, req driver.StartRequest) (driver.Han
 		return driver.Handle{}, err
 	}
 	s := newSandbox(d, req)
-	s.mu.Lock()
-	defer s.mu.Unlock()
+	s.busy <- struct{}{} // nobody else has it yet
+	defer s.release()
 	if err := d.claim(s); err != nil {
 		return driver.Handle{}, err
 	}
@@ -188,18 +188,13 @@ func (d *Driver) forget(s *sandbox) {
 	}
 }
 
-// find returns the sandbox of this process with its lock held.
+// find returns a sandbox of this process.
 func (d *Driver) find(id session.SandboxID) (*sandbox, error) {
 	d.mu.Lock()
+	defer d.mu.Unlock()
 	s := d.sandboxes[id]
-	d.mu.Unlock()
 	if s == nil {
 		return nil, kind.Errorf(kind.NotFound, "no sandbox %s", id)
-	}
-	s.mu.Lock()
-	if !s.alive() {
-		s.mu.Unlock()
-		return nil, kind.Errorf(kind.Unavailable, "sandbox %s is not running", id)
 	}
 	return s, nil
 }
@@ -210,8 +205,14 @@ func (d *Driver) Dial(ctx context.Context, id session.SandboxID, port uint16) (n
 	if err != nil {
 		return nil, err
 	}
-	wire := s.link
-	s.mu.Unlock() // a dial may take as long as its context allows
+	var wire *link.Link
+	if err := s.do(ctx, func() error { wire = s.link; return nil }); err != nil {
+		return nil, err
+	}
+	if wire == nil {
+		return nil, kind.Errorf(kind.Unavailable, "sandbox %s is paused and has no link", id)
+	}
+	// Not as an operation: a dial may take as long as its context allows.
 	conn, err := wire.Dial(ctx, port)
 	if err != nil {
 		if ctx.Err() != nil {
@@ -224,14 +225,14 @@ func (d *Driver) Dial(ctx context.Context, id session.SandboxID, port uint16) (n
 
 // Wait implements driver.Driver.
 func (d *Driver) Wait(ctx context.Context, id session.SandboxID) (driver.Exit, error) {
-	d.mu.Lock()
-	s := d.sandboxes[id]
-	d.mu.Unlock()
-	if s == nil {
-		return driver.Exit{}, kind.Errorf(kind.NotFound, "no sandbox %s", id)
+	s, err := d.find(id)
+	if err != nil {
+		return driver.Exit{}, err
 	}
 	select {
-	case <-s.ended:
+	case <-s.whenEnded():
+		s.mu.Lock()
+		defer s.mu.Unlock()
 		return s.exit, nil
 	case <-ctx.Done():
 		return driver.Exit{}, ctx.Err()
@@ -243,15 +244,22 @@ func (d *Driver) Destroy(ctx context.Context, id session.SandboxID) error {
 	if _, _, err := id.Split(); err != nil {
 		return err
 	}
-	d.mu.Lock()
-	s := d.sandboxes[id]
-	if s == nil {
+	s, err := d.find(id)
+	if err != nil {
 		// Leftovers of another process, or nothing at all.
 		s = newSandbox(d, driver.StartRequest{ID: id})
 	}
-	d.mu.Unlock()
-	s.mu.Lock()
-	defer s.mu.Unlock()
+	// First without waiting for a turn: an operation may be waiting for a
+	// guest kernel that does not answer.
+	ctx, cancel := context.WithTimeout(ctx, killLimit)
+	defer cancel()
+	if err := errors.Join(s.killStrays(ctx), s.group.Kill(ctx)); err != nil {
+		return err
+	}
+	if err := s.acquire(ctx); err != nil {
+		return fmt.Errorf("sandbox %s is busy: %w", id, err)
+	}
+	defer s.release()
 	if err := s.destroy(ctx); err != nil {
 		return err
 	}
@@ -264,11 +272,11 @@ func (d *Driver) Close() error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	for _, s := range d.sandboxes {
-		s.mu.Lock()
+		s.busy <- struct{}{}
 		if s.link != nil {
 			s.link.Close()
 		}
-		s.mu.Unlock()
+		s.release()
 	}
 	return nil
 }

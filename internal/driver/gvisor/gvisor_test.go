@@ -386,3 +386,59 @@ func TestExportIsOCI(t *testing.T) {
 		}
 	}
 }
+
+// TestRecoverWhilePaused: a frozen guest stays frozen through a restart, is
+// exported and destroyed as it is, and gets its wire when it runs again.
+func TestRecoverWhilePaused(t *testing.T) {
+	root := t.TempDir()
+	d := newDriver(t, root)
+	r := request(session.NewID().Sandbox(1))
+	h, err := d.Start(t.Context(), r)
+	if err != nil {
+		t.Fatal(err)
+	}
+	mustRun(t, d, r.ID, "sh", "-c", "echo kept > /root/f; (while :; do echo . >> /root/ticks; sleep 0.01; done) >/dev/null 2>&1 &")
+	if err := d.Pause(t.Context(), r.ID); err != nil {
+		t.Fatal(err)
+	}
+	if err := d.Close(); err != nil {
+		t.Fatal(err)
+	}
+	d = newDriver(t, root)
+	t.Cleanup(func() {
+		if err := d.Destroy(context.WithoutCancel(t.Context()), r.ID); err != nil {
+			t.Error(err)
+		}
+	})
+	got, err := d.Recover(t.Context(), h)
+	if err != nil || got.Relinked {
+		t.Fatalf("recover = %+v, %v; want taken back as it is", got, err)
+	}
+	if _, err := d.Dial(t.Context(), r.ID, agentPort); !kind.Is(err, kind.Unavailable) {
+		t.Errorf("dial into a frozen guest: %v", err)
+	}
+	size := func() int64 {
+		var b bytes.Buffer
+		if err := d.ExportChanges(t.Context(), r.ID, &b); err != nil {
+			t.Fatal(err)
+		}
+		for r := tar.NewReader(&b); ; {
+			h, err := r.Next()
+			if err != nil {
+				t.Fatalf("no ticks in the export: %v", err)
+			}
+			if h.Name == "root/ticks" {
+				return h.Size
+			}
+		}
+	}
+	if a, b := size(), size(); a != b {
+		t.Errorf("the frozen guest went on: %d, then %d ticks", a, b)
+	}
+	if err := d.Resume(t.Context(), r.ID); err != nil {
+		t.Fatal(err)
+	}
+	if out := mustRun(t, d, r.ID, "cat", "/root/f"); out != "kept\n" {
+		t.Errorf("after resume: %q", out)
+	}
+}

@@ -23,15 +23,19 @@ func (d *Driver) Stats(ctx context.Context, id session.SandboxID) (driver.Stats,
 	if err != nil {
 		return driver.Stats{}, err
 	}
-	defer s.mu.Unlock()
-	st, err := s.group.Stats()
+	var out driver.Stats
+	err = s.do(ctx, func() error {
+		st, err := s.group.Stats()
+		out = driver.Stats{
+			CPU: st.CPU, MemoryBytes: st.MemoryBytes, MemoryPeakBytes: st.MemoryPeak,
+			PIDs: st.PIDs, OOMKills: st.OOMKills, OutboundRefused: s.outboundRefused(),
+		}
+		return err
+	})
 	if err != nil {
 		return driver.Stats{}, err
 	}
-	return driver.Stats{
-		CPU: st.CPU, MemoryBytes: st.MemoryBytes, MemoryPeakBytes: st.MemoryPeak,
-		PIDs: st.PIDs, OOMKills: st.OOMKills, OutboundRefused: s.outboundRefused(),
-	}, nil
+	return out, nil
 }
 
 // Inspect implements driver.Inspector. It trusts nothing that runs inside: it
@@ -42,7 +46,18 @@ func (d *Driver) Inspect(ctx context.Context, id session.SandboxID) (driver.Post
 	if err != nil {
 		return driver.Posture{}, err
 	}
-	defer s.mu.Unlock()
+	var p driver.Posture
+	err = s.do(ctx, func() (err error) {
+		p, err = s.inspect()
+		return err
+	})
+	if err != nil {
+		return driver.Posture{}, err
+	}
+	return p, nil
+}
+
+func (s *sandbox) inspect() (driver.Posture, error) {
 	tree, err := cgroup.Tree(s.proc.Pid)
 	if err != nil {
 		return driver.Posture{}, err
@@ -56,10 +71,7 @@ func (d *Driver) Inspect(ctx context.Context, id session.SandboxID) (driver.Post
 			return driver.Posture{}, err
 		}
 	}
-	if err := p.files(s.proc.Pid); err != nil {
-		return driver.Posture{}, err
-	}
-	if err := p.limits(); err != nil {
+	if err := errors.Join(p.files(s.proc.Pid), p.limits()); err != nil {
 		return driver.Posture{}, err
 	}
 	return p.posture(), nil

@@ -75,13 +75,14 @@ func (p *process) kill(ctx context.Context) error {
 }
 
 // watch follows the sentry from now on: when it dies it is reaped, if it is a
-// child of ours, and the sandbox has ended. Called with mu held.
+// child of ours, and the sandbox has ended. Called busy.
 func (s *sandbox) watch(pid int, child bool) error {
 	p, err := open(pid)
 	if err != nil {
 		return kind.Wrap(kind.Unavailable, fmt.Errorf("sandbox %s died while starting: %w", s.id, err))
 	}
 	s.proc = p
+	ended := s.ended
 	// Ends with the sentry; Destroy kills it and waits on ended.
 	go func() {
 		if err := p.wait(); err != nil {
@@ -95,12 +96,14 @@ func (s *sandbox) watch(pid int, child bool) error {
 		if st, err := s.group.Stats(); err == nil {
 			exit.OOM = st.OOMKills > 0
 		}
-		s.exit = exit
-		close(s.ended)
-		// Whoever talks to a dead guest would wait for ever. Only after ended,
-		// which a destroyer waits for with the lock held.
 		s.mu.Lock()
-		defer s.mu.Unlock()
+		s.exit = exit
+		close(ended)
+		s.mu.Unlock()
+		// Whoever talks to a dead guest would wait for ever. In turn: whoever
+		// destroys it is busy until it has ended.
+		s.busy <- struct{}{}
+		defer s.release()
 		if s.proc == p && s.link != nil {
 			s.link.Close()
 		}

@@ -9,6 +9,7 @@ import (
 	"net"
 	"os"
 	"path/filepath"
+	"time"
 
 	"gvisor.dev/gvisor/runsc/boot"
 	"gvisor.dev/gvisor/runsc/container"
@@ -41,8 +42,8 @@ func (d *Driver) Recover(ctx context.Context, h driver.Handle) (driver.Recovery,
 		return driver.Recovery{}, kind.Errorf(kind.Invalid, "handle of %s is for %s: %w", h.Sandbox, state.Request.ID, err)
 	}
 	s := newSandbox(d, state.Request)
-	s.mu.Lock()
-	defer s.mu.Unlock()
+	s.busy <- struct{}{} // nobody else has it yet
+	defer s.release()
 	d.mu.Lock()
 	known := d.sandboxes[s.id]
 	if known == nil {
@@ -52,9 +53,16 @@ func (d *Driver) Recover(ctx context.Context, h driver.Handle) (driver.Recovery,
 	if known != nil {
 		return driver.Recovery{}, nil
 	}
-	err := s.relink(ctx)
+	ctx, cancel := context.WithTimeout(ctx, recoverLimit)
+	defer cancel()
+	frozen, err := s.adoptFrozen()
+	if frozen {
+		return driver.Recovery{}, nil
+	}
 	if err == nil {
-		return driver.Recovery{Relinked: true}, nil
+		if err = s.relink(ctx); err == nil {
+			return driver.Recovery{Relinked: true}, nil
+		}
 	}
 	// Recover or destroy, never neither.
 	if cleanup := s.destroy(context.WithoutCancel(ctx)); cleanup != nil {
@@ -62,6 +70,44 @@ func (d *Driver) Recover(ctx context.Context, h driver.Handle) (driver.Recovery,
 	}
 	d.forget(s)
 	return driver.Recovery{}, kind.Wrap(kind.NotFound, fmt.Errorf("sandbox %s is gone: %w", s.id, err))
+}
+
+// recoverLimit bounds the recovery of one sandbox: a guest kernel that does
+// not answer by then is destroyed.
+const recoverLimit = 60 * time.Second
+
+// adoptFrozen takes back a sandbox that is paused, as it is: it must not run
+// again for the sake of a wire that nobody can use meanwhile.
+func (s *sandbox) adoptFrozen() (bool, error) {
+	if _, err := os.Stat(s.pausedMark()); errors.Is(err, fs.ErrNotExist) {
+		return false, nil
+	} else if err != nil {
+		return false, err
+	}
+	if err := s.adopt(); err != nil {
+		return false, err
+	}
+	s.paused = true
+	return true, nil
+}
+
+// adopt takes hold of the sandbox's sentry, which an earlier process started.
+func (s *sandbox) adopt() error {
+	if s.proc != nil {
+		return nil
+	}
+	c, err := container.Load(s.d.stateDir(), container.FullID{SandboxID: string(s.id), ContainerID: string(s.id)}, container.LoadOpts{Exact: true, SkipCheck: true})
+	if err != nil {
+		return fmt.Errorf("runsc state: %w", err)
+	}
+	// The state file's pid may have passed to another process long ago; the
+	// marks on the process say whose it is.
+	pid := c.Sandbox.Pid.Load()
+	if id, ours := s.d.owner(pid); !ours || id != s.id {
+		return errors.New("its process has ended")
+	}
+	s.runsc = c.Sandbox
+	return s.watch(pid, false)
 }
 
 // checkpointed is the name of the file that says a relink directory holds a
@@ -95,22 +141,13 @@ func (s *sandbox) relink(ctx context.Context) error {
 // renew forgets the process that the sandbox was.
 func (s *sandbox) renew() {
 	s.runsc, s.proc, s.link, s.paused = nil, nil, nil, false
+	s.mu.Lock()
+	defer s.mu.Unlock()
 	s.ended = make(chan struct{})
 }
 
 func (s *sandbox) checkpointForRelink(ctx context.Context, dir string) error {
-	c, err := container.Load(s.d.stateDir(), container.FullID{SandboxID: string(s.id), ContainerID: string(s.id)}, container.LoadOpts{Exact: true, SkipCheck: true})
-	if err != nil {
-		return fmt.Errorf("runsc state: %w", err)
-	}
-	// The state file's pid may have passed to another process long ago; the
-	// marks on the process say whose it is.
-	pid := c.Sandbox.Pid.Load()
-	if id, ours := s.d.owner(pid); !ours || id != s.id {
-		return errors.New("its process has ended")
-	}
-	s.runsc = c.Sandbox
-	if err := s.watch(pid, false); err != nil {
+	if err := s.adopt(); err != nil {
 		return err
 	}
 	if err := os.RemoveAll(dir); err != nil { // of an earlier attempt
@@ -119,7 +156,7 @@ func (s *sandbox) checkpointForRelink(ctx context.Context, dir string) error {
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		return err
 	}
-	if err := s.checkpoint(ctx, dir, false); err != nil {
+	if err := s.orKill(ctx, func() error { return s.checkpoint(dir, false) }); err != nil {
 		return err
 	}
 	return os.WriteFile(filepath.Join(dir, checkpointed), nil, 0o600)

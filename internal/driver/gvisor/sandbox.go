@@ -41,31 +41,98 @@ type sandbox struct {
 	req   driver.StartRequest
 	group *cgroup.Group
 
-	mu     sync.Mutex // one operation at a time; guards what follows
+	busy   chan struct{} // holds one token: one operation at a time; guards what follows
 	runsc  *runsc.Sandbox
-	link   *link.Link
+	link   *link.Link // nil for one recovered while paused
 	proc   *process
 	paused bool
 
+	mu    sync.Mutex    // guards ended and exit, which a relink renews
 	ended chan struct{} // closed once the sentry is dead and reaped
 	exit  driver.Exit   // valid after ended
 }
 
 func newSandbox(d *Driver, req driver.StartRequest) *sandbox {
-	return &sandbox{d: d, id: req.ID, req: req, group: d.host.Group(string(req.ID)), ended: make(chan struct{})}
+	return &sandbox{d: d, id: req.ID, req: req, group: d.host.Group(string(req.ID)), busy: make(chan struct{}, 1), ended: make(chan struct{})}
+}
+
+// acquire waits for the operation in progress; release lets the next one in.
+func (s *sandbox) acquire(ctx context.Context) error {
+	select {
+	case s.busy <- struct{}{}:
+		return nil
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+}
+
+func (s *sandbox) release() { <-s.busy }
+
+// do runs one operation on a running sandbox. When ctx ends first the caller
+// is told so and the operation goes on: a guest kernel that has stopped
+// answering ends it by being destroyed, which needs no answer of its.
+func (s *sandbox) do(ctx context.Context, op func() error) error {
+	if err := s.acquire(ctx); err != nil {
+		return err
+	}
+	if !s.alive() {
+		s.release()
+		return kind.Errorf(kind.Unavailable, "sandbox %s is not running", s.id)
+	}
+	done := make(chan error, 1)
+	go func() { // ends with the operation, at the latest when the sentry dies
+		defer s.release()
+		done <- op()
+	}()
+	select {
+	case err := <-done:
+		return err
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+}
+
+// orKill runs a part of a start. When ctx ends first the sentry is killed,
+// which ends every wait for its answer.
+func (s *sandbox) orKill(ctx context.Context, part func() error) error {
+	done := make(chan error, 1)
+	go func() { done <- part() }() // waited for below
+	select {
+	case err := <-done:
+		return err
+	case <-ctx.Done():
+	}
+	killing, cancel := context.WithTimeout(context.WithoutCancel(ctx), killLimit)
+	defer cancel()
+	for {
+		err := s.killStrays(killing)
+		select {
+		case partErr := <-done:
+			return errors.Join(ctx.Err(), partErr)
+		case <-killing.Done():
+			return errors.Join(ctx.Err(), err)
+		case <-time.After(10 * time.Millisecond): // one may just be starting
+		}
+	}
 }
 
 func (s *sandbox) alive() bool {
 	select {
-	case <-s.ended:
+	case <-s.whenEnded():
 		return false
 	default:
-		return s.link != nil
+		return s.proc != nil
 	}
 }
 
+func (s *sandbox) whenEnded() <-chan struct{} {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.ended
+}
+
 // start makes everything of the sandbox; the caller destroys it when it
-// fails. Called with mu held.
+// fails. Called busy.
 func (s *sandbox) start(ctx context.Context, snapshot string) (driver.Handle, error) {
 	bundle := s.d.bundle(s.id)
 	oci := spec(s.req, bundle)
@@ -76,7 +143,11 @@ func (s *sandbox) start(ctx context.Context, snapshot string) (driver.Handle, er
 	if err := s.group.Create(limits); err != nil {
 		return driver.Handle{}, hostError(fmt.Errorf("limits of %s: %w", s.id, err))
 	}
-	c, err := container.New(s.d.conf, container.Args{ID: string(s.id), Spec: oci, BundleDir: bundle})
+	var c *container.Container
+	err := s.orKill(ctx, func() (err error) {
+		c, err = container.New(s.d.conf, container.Args{ID: string(s.id), Spec: oci, BundleDir: bundle})
+		return err
+	})
 	if err != nil {
 		return driver.Handle{}, hostError(fmt.Errorf("sandbox %s: %w", s.id, err))
 	}
@@ -88,10 +159,7 @@ func (s *sandbox) start(ctx context.Context, snapshot string) (driver.Handle, er
 	if err := s.group.PlaceTree(s.proc.Pid); err != nil {
 		return driver.Handle{}, fmt.Errorf("limits of %s: %w", s.id, err)
 	}
-	if err := ctx.Err(); err != nil {
-		return driver.Handle{}, err
-	}
-	if err := s.run(c, snapshot); err != nil {
+	if err := s.orKill(ctx, func() error { return s.run(c, snapshot) }); err != nil {
 		return driver.Handle{}, err
 	}
 	if err := ctx.Err(); err != nil {
@@ -172,7 +240,7 @@ func networkArgs(guestEnd *os.File, restore bool) *boot.CreateLinksAndRoutesArgs
 }
 
 // destroy removes everything of the sandbox and proves it; it may be called
-// in any state and again. Called with mu held.
+// in any state and again. Called busy.
 func (s *sandbox) destroy(ctx context.Context) error {
 	if s.link != nil {
 		s.link.Close()
@@ -197,14 +265,8 @@ const killLimit = 30 * time.Second
 // killAll kills by group and, for a sandbox whose start was cut short before
 // it was in its group, by the marks on the process itself.
 func (s *sandbox) killAll(ctx context.Context) error {
-	strays, err := s.d.strays(s.id)
-	if err != nil {
+	if err := s.killStrays(ctx); err != nil {
 		return err
-	}
-	for _, p := range strays {
-		if err := p.kill(ctx); err != nil {
-			return err
-		}
 	}
 	if err := s.group.Kill(ctx); err != nil {
 		return err
@@ -213,11 +275,23 @@ func (s *sandbox) killAll(ctx context.Context) error {
 		return nil
 	}
 	select { // reaped too: no zombie is left behind
-	case <-s.ended:
+	case <-s.whenEnded():
 		return nil
 	case <-ctx.Done():
 		return fmt.Errorf("sandbox %s: process %d does not end: %w", s.id, s.proc.Pid, ctx.Err())
 	}
+}
+
+func (s *sandbox) killStrays(ctx context.Context) error {
+	strays, err := s.d.strays(s.id)
+	if err != nil {
+		return err
+	}
+	var errs []error
+	for _, p := range strays {
+		errs = append(errs, p.kill(ctx))
+	}
+	return errors.Join(errs...)
 }
 
 // removeState deletes what runsc keeps for the sandbox.

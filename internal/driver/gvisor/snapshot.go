@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io/fs"
 	"os"
 	"path/filepath"
 
@@ -22,32 +23,52 @@ func (d *Driver) Pause(ctx context.Context, id session.SandboxID) error {
 	if err != nil {
 		return err
 	}
-	defer s.mu.Unlock()
-	return s.setPaused(true)
+	return s.do(ctx, s.pause)
 }
 
-// Resume implements driver.Pauser.
+// Resume implements driver.Pauser. One that was recovered while paused gets
+// its wire only now.
 func (d *Driver) Resume(ctx context.Context, id session.SandboxID) error {
 	s, err := d.find(id)
 	if err != nil {
 		return err
 	}
-	defer s.mu.Unlock()
-	return s.setPaused(false)
+	return s.do(ctx, func() error {
+		if s.link == nil {
+			return s.relink(context.WithoutCancel(ctx))
+		}
+		return s.resume()
+	})
 }
 
-func (s *sandbox) setPaused(want bool) error {
-	if s.paused == want {
+// pausedMark says to a later process that the guest is paused. gVisor cannot
+// be asked, and panics when told to resume what is not paused, so the mark is
+// there only while it certainly is: a crash beside it costs the sandbox, which
+// then does not answer, but never lets a frozen guest run.
+func (s *sandbox) pausedMark() string { return filepath.Join(s.d.bundle(s.id), "paused") }
+
+func (s *sandbox) pause() error {
+	if s.paused {
 		return nil
 	}
-	call := s.runsc.Resume
-	if want {
-		call = s.runsc.Pause
-	}
-	if err := call(string(s.id)); err != nil {
+	if err := s.runsc.Pause(string(s.id)); err != nil {
 		return err
 	}
-	s.paused = want
+	s.paused = true
+	return os.WriteFile(s.pausedMark(), nil, 0o600)
+}
+
+func (s *sandbox) resume() error {
+	if !s.paused {
+		return nil
+	}
+	if err := os.Remove(s.pausedMark()); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return err
+	}
+	if err := s.runsc.Resume(string(s.id)); err != nil {
+		return err
+	}
+	s.paused = false
 	return nil
 }
 
@@ -57,14 +78,13 @@ func (d *Driver) Checkpoint(ctx context.Context, id session.SandboxID, dir strin
 	if err != nil {
 		return err
 	}
-	defer s.mu.Unlock()
-	return s.checkpoint(ctx, dir, leave)
+	return s.do(ctx, func() error { return s.checkpoint(dir, leave) })
 }
 
 // checkpointSlack is the disk a checkpoint needs beside guest memory.
 const checkpointSlack = 64 << 20
 
-func (s *sandbox) checkpoint(ctx context.Context, dir string, leave bool) error {
+func (s *sandbox) checkpoint(dir string, leave bool) error {
 	if entries, err := os.ReadDir(dir); err != nil || len(entries) > 0 {
 		return kind.Errorf(kind.Invalid, "checkpoint directory %s must exist and be empty (%d entries): %w", dir, len(entries), err)
 	}
@@ -72,7 +92,7 @@ func (s *sandbox) checkpoint(ctx context.Context, dir string, leave bool) error 
 	if err := s.roomFor(dir); err != nil {
 		return err
 	}
-	if err := s.setPaused(false); err != nil { // a paused kernel cannot quiesce
+	if err := s.resume(); err != nil { // a paused kernel cannot quiesce
 		return err
 	}
 	err := s.runsc.Checkpoint(s.d.conf, string(s.id), dir, runsc.CheckpointOpts{Compression: statefile.CompressionLevelNone, Resume: leave})
@@ -82,7 +102,7 @@ func (s *sandbox) checkpoint(ctx context.Context, dir string, leave bool) error 
 	if err != nil {
 		return errors.Join(fmt.Errorf("checkpoint %s: %w", s.id, err), empty(dir))
 	}
-	return ctx.Err()
+	return nil
 }
 
 func (s *sandbox) roomFor(dir string) error {
@@ -90,11 +110,11 @@ func (s *sandbox) roomFor(dir string) error {
 	if err != nil {
 		return err
 	}
-	var fs unix.Statfs_t
-	if err := unix.Statfs(dir, &fs); err != nil {
+	var disk unix.Statfs_t
+	if err := unix.Statfs(dir, &disk); err != nil {
 		return fmt.Errorf("checkpoint directory: %w", err)
 	}
-	if free := int64(fs.Bavail) * fs.Bsize; free < st.MemoryBytes+checkpointSlack {
+	if free := int64(disk.Bavail) * disk.Bsize; free < st.MemoryBytes+checkpointSlack {
 		return kind.Errorf(kind.Exhausted, "a checkpoint of %s needs %d MiB, %s has %d MiB free", s.id, (st.MemoryBytes+checkpointSlack)>>20, dir, free>>20).
 			WithHint("free disk space on this host")
 	}

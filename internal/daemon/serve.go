@@ -1,0 +1,120 @@
+package daemon
+
+import (
+	"context"
+	"crypto/tls"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"os"
+
+	"bivy/client"
+	"bivy/internal/auth"
+	"bivy/internal/cli"
+	"bivy/internal/config"
+	"bivy/internal/doctor"
+	"bivy/internal/kind"
+)
+
+// Engine is what the command line is given to work with.
+func Engine(v client.Version) cli.Engine {
+	return cli.Engine{
+		Version: v,
+		Serve: func(ctx context.Context, cfg config.Config, log *slog.Logger, ready func(cli.Listening)) error {
+			return serve(ctx, Options{Config: cfg, Log: log, Version: v}, ready)
+		},
+		Local: func(ctx context.Context, cfg config.Config, log *slog.Logger) (*cli.Local, error) {
+			return local(ctx, Options{Config: cfg, Log: log, Version: v})
+		},
+		Doctor: doctor.Examine,
+	}
+}
+
+// serve opens a daemon and serves it on the configured address until ctx ends.
+func serve(ctx context.Context, o Options, ready func(cli.Listening)) (err error) {
+	listener, url, err := listen(ctx, o.Config)
+	if err != nil {
+		return err
+	}
+	defer listener.Close()
+	d, err := New(ctx, o)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, d.Close()) }()
+	go func() { // ends when the daemon is ready or ctx ends
+		select {
+		case <-d.Ready():
+			ready(cli.Listening{URL: url, KeyFile: d.keyFile()})
+		case <-ctx.Done():
+		}
+	}()
+	return d.Serve(ctx, listener)
+}
+
+// keyFile is where the first admin key was written, if it is still there.
+func (d *Daemon) keyFile() string {
+	path := d.data(auth.AdminKeyFile)
+	if _, err := os.Stat(path); err != nil {
+		return ""
+	}
+	return path
+}
+
+func listen(ctx context.Context, cfg config.Config) (net.Listener, string, error) {
+	tlsConfig, err := cfg.TLS()
+	if err != nil {
+		return nil, "", err
+	}
+	if err := exposure(cfg, tlsConfig); err != nil {
+		return nil, "", err
+	}
+	var lc net.ListenConfig
+	listener, err := lc.Listen(ctx, "tcp", cfg.Listen)
+	if err != nil {
+		return nil, "", kind.Errorf(kind.Conflict, "%w", err).WithField("listen").
+			WithHint("stop what uses the port, or choose another with --listen")
+	}
+	scheme := "http"
+	if tlsConfig != nil {
+		listener, scheme = tls.NewListener(listener, tlsConfig), "https"
+	}
+	return listener, scheme + "://" + listener.Addr().String(), nil
+}
+
+// exposure refuses to send keys in the clear over a network.
+func exposure(cfg config.Config, tlsConfig *tls.Config) error {
+	host, _, err := net.SplitHostPort(cfg.Listen)
+	if err != nil {
+		return kind.Errorf(kind.Invalid, "%w", err).WithField("listen")
+	}
+	ip := net.ParseIP(host)
+	if tlsConfig != nil || cfg.AllowPlaintext || host == "localhost" || ip != nil && ip.IsLoopback() {
+		return nil
+	}
+	return kind.Errorf(kind.Invalid, "%s is not a loopback address and there is no certificate", cfg.Listen).WithField("listen").
+		WithHint("set tls_cert and tls_key, or allow_plaintext: true behind a proxy that speaks TLS")
+}
+
+// local opens a daemon for this process alone.
+func local(ctx context.Context, o Options) (*cli.Local, error) {
+	d, err := New(ctx, o)
+	if err != nil {
+		return nil, err
+	}
+	ctx, cancel := context.WithCancel(ctx)
+	ended := make(chan error, 1)
+	go func() { ended <- d.Run(ctx) }() // ends with Close below
+	shut := func(context.Context) error {
+		cancel()
+		return errors.Join(<-ended, d.Close())
+	}
+	select {
+	case <-d.Ready():
+		return &cli.Local{Handler: d.Handler(), Key: d.LocalKey().Reveal(), Close: shut}, nil
+	case err := <-ended:
+		cancel()
+		return nil, errors.Join(fmt.Errorf("start: %w", err), d.Close())
+	}
+}
