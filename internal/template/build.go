@@ -12,6 +12,7 @@ import (
 	"io/fs"
 	"maps"
 	"path"
+	"strings"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -112,7 +113,10 @@ func (s *Store) built(key string) (Template, error) {
 	}
 	t, err := s.load(digest)
 	if err != nil {
-		return Template{}, err
+		if !kind.Is(err, kind.NotFound) {
+			s.opts.Log.Warn("broken template is built again", "template", digest, "err", err)
+		}
+		return Template{}, kind.Errorf(kind.NotFound, "build %s: %w", key, err)
 	}
 	return t, s.touch(digest)
 }
@@ -340,7 +344,9 @@ func (s *Store) install(ctx context.Context, work string, m meta) (Template, err
 	if t, err := s.load(digest); err == nil {
 		return t, s.touch(digest)
 	} else if !kind.Is(err, kind.NotFound) {
-		return Template{}, err
+		if err := s.replaceLocked(digest, err); err != nil {
+			return Template{}, err
+		}
 	}
 	if err := s.shareImage(work, m.Image); err != nil {
 		return Template{}, err
@@ -358,6 +364,19 @@ func (s *Store) install(ctx context.Context, work string, m meta) (Template, err
 		return Template{}, err
 	}
 	return s.load(digest)
+}
+
+// replaceLocked makes room for a template that is there but broken, unless
+// something may still run from it.
+func (s *Store) replaceLocked(digest Digest, broken error) error {
+	leases, err := s.leasesLocked(digest)
+	if err != nil {
+		return err
+	}
+	if len(leases) > 0 {
+		return kind.Errorf(kind.Conflict, "%w, and it is in use by %s", broken, strings.Join(leases, ", "))
+	}
+	return s.discardLocked(digest)
 }
 
 // shareImage replaces the image in work by a link to the same image of another

@@ -2,6 +2,8 @@ package template
 
 import (
 	"context"
+	"crypto/sha256"
+	"encoding/hex"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -314,6 +316,41 @@ func (s *Store) getLocked(nameOrDigest string) (Template, error) {
 		return Template{}, fmt.Errorf("template %s: %w", ref, err)
 	}
 	return s.load(d)
+}
+
+// Verify reads a template's image and compares it with its digest.
+func (s *Store) Verify(ctx context.Context, digest Digest) error {
+	s.mu.Lock()
+	t, err := s.load(digest)
+	s.mu.Unlock()
+	if err != nil {
+		return err
+	}
+	f, err := os.Open(t.Image)
+	if err != nil {
+		return fmt.Errorf("template %s: %w", digest, err)
+	}
+	defer f.Close()
+	h := sha256.New()
+	buf := make([]byte, 1<<20)
+	for {
+		if err := ctx.Err(); err != nil {
+			return kind.Wrap(kind.Unavailable, err)
+		}
+		n, err := f.Read(buf)
+		h.Write(buf[:n])
+		if errors.Is(err, io.EOF) {
+			break
+		}
+		if err != nil {
+			return fmt.Errorf("template %s: %w", digest, err)
+		}
+	}
+	if got := hex.EncodeToString(h.Sum(nil)); got != t.ImageDigest.Hex() {
+		return kind.Errorf(kind.Conflict, "template %s: its image is sha256:%s instead of %s", digest, got, t.ImageDigest).
+			WithHint("remove it and build it again")
+	}
+	return nil
 }
 
 // Listed is a template and what keeps it.

@@ -669,6 +669,38 @@ func TestAllLeave(t *testing.T) {
 	build(t, s, spec)
 }
 
+func TestBrokenIsBuiltAgain(t *testing.T) {
+	_, spec := pushed(t)
+	s := open(t, t.TempDir(), Options{})
+	tmpl := build(t, s, spec)
+	if err := s.Verify(t.Context(), tmpl.Digest); err != nil {
+		t.Error(err)
+	}
+	b, err := os.ReadFile(tmpl.Image)
+	if err != nil {
+		t.Fatal(err)
+	}
+	b[len(b)/2] ^= 1
+	if err := os.WriteFile(tmpl.Image, b, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if err := s.Verify(t.Context(), tmpl.Digest); !kind.Is(err, kind.Conflict) {
+		t.Errorf("a flipped bit: %v", err)
+	}
+	if err := os.Remove(tmpl.Image); err != nil {
+		t.Fatal(err)
+	}
+	if err := s.Lease(tmpl.Digest, "x"); err == nil {
+		t.Error("a lease on a broken template")
+	}
+	if again := build(t, s, spec); again.Digest != tmpl.Digest {
+		t.Errorf("built again as %s", again.Digest)
+	}
+	if err := s.Verify(t.Context(), tmpl.Digest); err != nil {
+		t.Error(err)
+	}
+}
+
 func TestLogins(t *testing.T) {
 	dir := t.TempDir()
 	pass := filepath.Join(dir, "pass")

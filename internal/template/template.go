@@ -118,7 +118,7 @@ func (r Ref) file() string { return r.dir() + "/" + r.Tag }
 
 // Event is one step of a build's progress.
 type Event struct {
-	Phase string // "read", "write", "check"; Total starts anew with each
+	Phase string // "read", then "write"; Done and Total start anew with each
 	Done  int64  // bytes
 	Total int64  // bytes, or 0 when not known
 }

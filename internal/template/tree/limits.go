@@ -25,7 +25,7 @@ type Limits struct {
 // memory.
 func DefaultLimits() Limits {
 	return Limits{
-		Bytes:   32 << 30,
+		Bytes:   16 << 30,
 		Entries: 1_000_000,
 		Layers:  256,
 		// 4095 is the longest target gVisor reads from a symlink whose data
@@ -37,7 +37,7 @@ func DefaultLimits() Limits {
 		Links:        65_000,
 		XattrBytes:   64 << 10,
 		MetaBytes:    256 << 20,
-		StreamBytes:  48 << 30,
+		StreamBytes:  24 << 30,
 		ConfigBytes:  8 << 20,
 	}
 }
