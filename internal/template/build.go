@@ -43,7 +43,7 @@ func (s *Store) Build(ctx context.Context, spec Spec, progress Progress) (Templa
 			label = "from " + spec.From.Kind()
 		}
 		if errors.Is(err, unix.ENOSPC) || errors.Is(err, unix.EDQUOT) {
-			return Template{}, kind.Errorf(kind.Exhausted, "template %s: %w", label, err).WithHint("make room below %s, e.g. with bivy template gc", s.dir)
+			return Template{}, kind.Errorf(kind.Exhausted, "template %s: %w", label, err).WithHint("make room below %s, e.g. by removing templates that nothing uses", s.dir)
 		}
 		return Template{}, fmt.Errorf("template %s: %w", label, err)
 	}

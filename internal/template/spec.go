@@ -126,7 +126,7 @@ func ParseSpec(data []byte) (Spec, error) {
 	var s Spec
 	if err := dec.Decode(&s); err != nil {
 		if errors.Is(err, io.EOF) {
-			return Spec{}, kind.Errorf(kind.Invalid, "template: the file is empty").WithHint("see docs/templates.md for the fields")
+			return Spec{}, kind.Errorf(kind.Invalid, "template: the file is empty").WithHint(specHint)
 		}
 		return Spec{}, specError(err)
 	}
@@ -142,6 +142,10 @@ func ParseSpec(data []byte) (Spec, error) {
 	}
 	return s, nil
 }
+
+// specHint is the next step for whoever wrote what is no spec.
+const specHint = "the fields are version, name, from, env, user, workdir and cmd; from has one of " +
+	"host_packages, image, tarball, layout, directory and tar"
 
 // unknownField matches how the YAML package reports what a struct lacks.
 var unknownField = regexp.MustCompile(`field (.*) not found in type \S+$`)
@@ -164,7 +168,7 @@ func specError(err error) error {
 		}
 	}
 	return kind.Errorf(kind.Invalid, "template: %s", strings.Join(lines, "; ")).
-		WithHint("see docs/templates.md for the fields")
+		WithHint(specHint)
 }
 
 func wanted(goType string) string {
