@@ -120,7 +120,7 @@ func (c *Client) ReadFile(ctx context.Context, user, path string) (*File, error)
 		return nil, kind.Wrap(kind.Invalid, fmt.Errorf("%s: %w", what, err))
 	}
 	req.Header.Set("Accept-Encoding", "identity")
-	res, err := c.do(what, req, http.StatusOK)
+	res, err := c.do(what, req, http.StatusOK) //nolint:bodyclose // closed by the File
 	if err != nil {
 		cancel()
 		return nil, err

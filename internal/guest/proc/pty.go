@@ -1,6 +1,7 @@
 package proc
 
 import (
+	"errors"
 	"fmt"
 	"os"
 	"strconv"
@@ -20,7 +21,7 @@ func readFD(fd int, buf []byte) (int, error) {
 	}
 }
 
-func again(err error) bool { return err == unix.EAGAIN }
+func again(err error) bool { return errors.Is(err, unix.EAGAIN) }
 
 // pending returns how many bytes wait to be read.
 func pending(f *os.File) int {

@@ -249,7 +249,7 @@ func (s *Service) launch(u accounts.User, msg *pb.StartRequest, run command) (*P
 func (s *Service) spawn(run command, attr *syscall.ProcAttr, exited func(unix.WaitStatus)) (int, uint64, error) {
 	for wait := time.Millisecond; ; wait *= 2 {
 		pid, mark, err := s.reaper.spawn(run.path, run.argv, attr, exited)
-		if err != unix.ETXTBSY || wait > 64*time.Millisecond {
+		if !errors.Is(err, unix.ETXTBSY) || wait > 64*time.Millisecond {
 			return pid, mark, err
 		}
 		time.Sleep(wait)
