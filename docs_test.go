@@ -75,6 +75,9 @@ func blocks(file, text string) ([]block, error) {
 				}
 				after = false
 			}
+			if strings.HasPrefix(lines[i], "    bivy ") {
+				return bad(i+1, "fence commands as sh, so that they are run")
+			}
 			continue
 		}
 		info, start, indent := strings.TrimLeft(line, "`"), i, strings.Index(lines[i], "`")
@@ -193,7 +196,7 @@ func TestDocsParser(t *testing.T) {
 	}
 	for _, wrong := range []string{
 		"```sh\nnever closed\n", "```bash\nx\n```\n", "<!-- test: skip -->\n```sh\n```\n", "<!-- test: sesion -->\n```sh\n```\n",
-		"<!-- test: session -->\ntext\n", "```output\nof nothing\n```\n", "```sh\na\n```\ntext\n```output\nx\n```\n", "<!-- test: session -->\n",
+		"<!-- test: session -->\ntext\n", "```output\nof nothing\n```\n", "    bivy run\n", "```sh\na\n```\ntext\n```output\nx\n```\n", "<!-- test: session -->\n",
 	} {
 		if _, err := blocks("d.md", wrong); err == nil {
 			t.Errorf("nothing wrong with %q", wrong)
@@ -381,7 +384,7 @@ func (r *reader) serve(t *testing.T) []string {
 	if err != nil {
 		t.Fatal(err)
 	}
-	cmd := exec.Command(r.bin, "serve") //nolint:noctx // stopped by Cleanup, with grace
+	cmd := exec.Command(r.bin, "serve")
 	cmd.Env, cmd.Stdout, cmd.Stderr = r.env, log, log
 	if err := cmd.Start(); err != nil {
 		t.Fatal(err)
