@@ -456,6 +456,57 @@ func TestFlatMemory(t *testing.T) {
 	}
 }
 
+// TestHTTP2 is what a server with a certificate speaks.
+func TestHTTP2(t *testing.T) {
+	b := apitest.New(t.TempDir())
+	h, err := b.Handler()
+	if err != nil {
+		t.Fatal(err)
+	}
+	ts := httptest.NewUnstartedServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if r.ProtoMajor != 2 {
+			t.Errorf("HTTP/%d", r.ProtoMajor)
+		}
+		h.ServeHTTP(w, r)
+	}))
+	ts.EnableHTTP2 = true
+	ts.StartTLS()
+	defer ts.Close()
+	c, err := client.New(client.Options{URL: ts.URL, Key: apitest.AdminSecret, HTTPClient: ts.Client()})
+	if err != nil {
+		t.Fatal(err)
+	}
+	sess, err := c.CreateSession(t.Context(), client.CreateSession{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	p, err := sess.Start(t.Context(), client.Command{Argv: []string{"cat"}, Stdin: true})
+	if err != nil {
+		t.Fatal(err)
+	}
+	// Question and answer: both directions are open at the same time.
+	for range 3 {
+		if _, err := p.Write([]byte("ping")); err != nil {
+			t.Fatal(err)
+		}
+		if ev, err := p.Next(); err != nil || string(ev.Data) != "ping" {
+			t.Fatalf("%+v, %v", ev, err)
+		}
+	}
+	if err := p.CloseStdin(); err != nil {
+		t.Fatal(err)
+	}
+	if exit, err := p.Wait(nil, nil); err != nil || exit.Status() != 0 {
+		t.Errorf("%+v, %v", exit, err)
+	}
+	if _, err := sess.Start(t.Context(), client.Command{Argv: []string{"/no/such"}, Stdin: true}); !errors.Is(err, &client.Error{Code: client.CodeInvalid}) {
+		t.Errorf("a command that does not exist: %v", err)
+	}
+	if _, err := sess.End(t.Context()); err != nil {
+		t.Error(err)
+	}
+}
+
 // TestLines reads a stream as curl does.
 func TestLines(t *testing.T) {
 	s := serve(t)

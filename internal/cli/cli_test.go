@@ -260,6 +260,32 @@ func TestRunInsist(t *testing.T) {
 	}
 }
 
+// TestInterruptedCreate gives up before there is a command.
+func TestInterruptedCreate(t *testing.T) {
+	cmd := bivy(t, "run", "--template", "stuck", "--", "true")
+	var errs bytes.Buffer
+	cmd.Stderr = &errs
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	done := make(chan error, 1)
+	go func() { done <- cmd.Wait() }()
+	tick := time.NewTicker(300 * time.Millisecond)
+	defer tick.Stop()
+	for {
+		select {
+		case err := <-done:
+			// Before it had taken over, the signal ended the program itself.
+			if code := cmd.ProcessState.ExitCode(); code != 143 && code != -1 {
+				t.Errorf("exit code %d (%v), stderr %q; want 143", code, err, errs.String())
+			}
+			return
+		case <-tick.C:
+			cmd.Process.Signal(syscall.SIGTERM)
+		}
+	}
+}
+
 // TestClosedOutput is bivy run … | head.
 func TestClosedOutput(t *testing.T) {
 	cmd := bivy(t, "run", "--", "yes")

@@ -15,6 +15,7 @@ import (
 	"golang.org/x/term"
 
 	"bivy/client"
+	"bivy/internal/config"
 	"bivy/internal/kind"
 )
 
@@ -132,11 +133,11 @@ func (a *app) drive(ctx context.Context, s *client.Session, cmd client.Command, 
 		if !term.IsTerminal(int(a.In.Fd())) {
 			return kind.Errorf(kind.Invalid, "standard input is not a terminal").WithField("--tty").WithHint("leave -t out")
 		}
-		cols, rows, err := term.GetSize(int(a.In.Fd()))
-		if err != nil {
-			return fmt.Errorf("size of the terminal: %w", err)
+		size, ok := a.terminalSize()
+		if !ok {
+			size = client.Size{Cols: 80, Rows: 24} // some terminals do not say
 		}
-		cmd.PTY = &client.Size{Cols: uint16(cols), Rows: uint16(rows)}
+		cmd.PTY = &size
 		cmd.Stdin = true
 		if _, ok := cmd.Env["TERM"]; !ok && a.env.Term != "" {
 			env := map[string]string{"TERM": a.env.Term}
@@ -163,9 +164,9 @@ func (a *app) drive(ctx context.Context, s *client.Session, cmd client.Command, 
 			}
 		}()
 		resize = func() {
-			if cols, rows, err := term.GetSize(int(a.In.Fd())); err == nil {
+			if size, ok := a.terminalSize(); ok {
 				// A size that is missed comes again with the next change.
-				_ = p.Resize(ctx, client.Size{Cols: uint16(cols), Rows: uint16(rows)})
+				_ = p.Resize(ctx, size)
 			}
 		}
 	}
@@ -192,6 +193,15 @@ func (a *app) drive(ctx context.Context, s *client.Session, cmd client.Command, 
 		a.note("the command was ended: %s", exit.Error)
 	}
 	return nil
+}
+
+// terminalSize reports false for a terminal that does not know.
+func (a *app) terminalSize() (client.Size, bool) {
+	cols, rows, err := term.GetSize(int(a.In.Fd()))
+	if err != nil || cols < 1 || rows < 1 || cols > 0xffff || rows > 0xffff {
+		return client.Size{}, false
+	}
+	return client.Size{Cols: uint16(cols), Rows: uint16(rows)}, true
 }
 
 func feed(p *client.Process, in io.Reader) {
@@ -237,7 +247,7 @@ own. A command whose caller goes away is killed, unless it was started with
 			}
 			var err error
 			c.Argv = argv
-			if c.Env, err = parsePairs("--env", env, configVariable); err != nil {
+			if c.Env, err = parsePairs("--env", env, config.Variable); err != nil {
 				return err
 			}
 			if timeout != "" {

@@ -12,10 +12,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"bivy/client"
-	"bivy/internal/config"
 )
-
-var configVariable = config.Variable
 
 func (a *app) createCommand() *cobra.Command {
 	var spec specFlags

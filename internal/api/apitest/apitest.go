@@ -154,9 +154,10 @@ func (b *Backend) liveLocked(id session.ID) (*state, error) {
 	return st, err
 }
 
-// Create implements api.Sessions. The template "missing" does not exist, and
-// "slow" takes the time of three pieces of news.
-func (b *Backend) Create(_ context.Context, req lifecycle.CreateRequest) (session.Session, lifecycle.Timing, error) {
+// Create implements api.Sessions. Templates are named for what happens:
+// "missing", "broken", "panic", "slow" and "slow-broken" with news, and "stuck"
+// until the caller goes.
+func (b *Backend) Create(ctx context.Context, req lifecycle.CreateRequest) (session.Session, lifecycle.Timing, error) {
 	spec := req.Spec.WithDefaults()
 	if err := spec.Validate(); err != nil {
 		return session.Session{}, nil, err
@@ -170,6 +171,10 @@ func (b *Backend) Create(_ context.Context, req lifecycle.CreateRequest) (sessio
 	}
 	if spec.Template == "panic" {
 		panic("secret detail of a panic")
+	}
+	if spec.Template == "stuck" {
+		<-ctx.Done()
+		return session.Session{}, nil, ctx.Err()
 	}
 	if spec.Template == "slow" && req.Progress != nil {
 		for i := range int64(3) {
