@@ -276,5 +276,5 @@ func orCause(ctx context.Context, err error) error {
 	if cause == nil || errors.Is(err, cause) || errors.Is(cause, context.Canceled) {
 		return err
 	}
-	return fmt.Errorf("%w (%v)", cause, err)
+	return fmt.Errorf("%w (%v)", cause, err) //nolint:errorlint // the kind is that of the cause
 }

@@ -74,7 +74,7 @@ func (Value) String() string { return Redacted }
 func (Value) GoString() string { return Redacted }
 
 // Format writes Redacted for every verb and flag.
-func (Value) Format(f fmt.State, _ rune) { io.WriteString(f, Redacted) }
+func (Value) Format(f fmt.State, _ rune) { _, _ = io.WriteString(f, Redacted) }
 
 // MarshalText returns Redacted.
 func (Value) MarshalText() ([]byte, error) { return []byte(Redacted), nil }

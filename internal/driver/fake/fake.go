@@ -84,7 +84,7 @@ func (d *Driver) Start(ctx context.Context, req driver.StartRequest) (driver.Han
 		}
 		if err != nil {
 			if undo := h.remove(req.ID); undo != nil {
-				return fmt.Errorf("%w (and %v)", err, undo)
+				return fmt.Errorf("%w (and %v)", err, undo) //nolint:errorlint // the kind is that of the first
 			}
 			return err
 		}

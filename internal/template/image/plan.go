@@ -200,7 +200,7 @@ func (r *reader) Stat() (fs.FileInfo, error) { return r.plan.info(r.name, r.ino)
 
 func (r *reader) Read(b []byte) (int, error) {
 	n, err := r.read(b)
-	if err != nil && err != io.EOF {
+	if err != nil && !errors.Is(err, io.EOF) {
 		err = fmt.Errorf("/%s: %w", r.name, err)
 		if r.plan.failed == nil {
 			r.plan.failed = err
@@ -230,7 +230,7 @@ func (r *reader) read(b []byte) (int, error) {
 		if r.plan.progress != nil {
 			r.plan.progress(r.plan.done, r.plan.total)
 		}
-		if err == io.EOF {
+		if errors.Is(err, io.EOF) {
 			err = nil
 			if r.left > 0 {
 				err = fmt.Errorf("%w: %d of %d bytes are missing", io.ErrUnexpectedEOF, r.left, r.ino.Size)

@@ -34,7 +34,6 @@ import (
 // parts is an image as its raw blobs, so that a test can break any of them.
 type parts struct {
 	layers   [][]byte // as stored
-	diffIDs  []string
 	config   v1.ConfigFile
 	manifest v1.Manifest
 	blobs    map[string][]byte // by digest
@@ -94,7 +93,6 @@ func (p *parts) seal(t *testing.T) {
 type testRegistry struct {
 	*httptest.Server
 	host string
-	mu   func(http.Handler) http.Handler
 }
 
 func newRegistry(t *testing.T, wrap func(http.Handler) http.Handler) *testRegistry {
