@@ -186,11 +186,19 @@ func (a *app) drive(ctx context.Context, s *client.Session, cmd client.Command, 
 		return err
 	}
 	a.code = exit.Status()
+	if exit.Code < 0 && exit.Signal == 0 {
+		// It did not end by itself, so it has no code; 255 would be one.
+		a.code = exitNotRun
+	}
 	switch {
 	case exit.OOM:
 		a.note("the command was killed: the session's memory limit was reached")
 	case exit.Error != "":
-		a.note("the command was ended: %s", exit.Error)
+		why := exit.Error
+		if info, err := s.Get(ctx); err == nil && info.Reason != "" {
+			why = "the session ended: " + strings.TrimSuffix(info.Reason+": "+info.Detail, ": ")
+		}
+		a.note("the command was ended: %s", why)
 	}
 	return nil
 }
