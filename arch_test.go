@@ -47,6 +47,7 @@ internal/cli                      : audit client config kind session
 internal/config                   : kind
 internal/daemon                   : api audit auth bundle cli client config doctor driver driver/fake driver/gvisor guest/guestclient guest/wire kind lifecycle node secret session snapshot store/sqlite template
 internal/doctor                   : bundle cgroup client config kind template
+internal/doctor/missing           : doctor template
 internal/driver                   : session
 internal/driver/drivertest        : driver kind session
 internal/driver/fake              : driver guest/wire guest/wire/gen/filesystem guest/wire/gen/filesystem/filesystemconnect guest/wire/gen/process guest/wire/gen/process/processconnect kind session
