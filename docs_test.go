@@ -6,6 +6,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"go/ast"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -15,6 +16,10 @@ import (
 	"syscall"
 	"testing"
 	"time"
+
+	diff "github.com/google/go-cmp/cmp"
+
+	"bivy/internal/kind"
 )
 
 // The documentation, as tests. Every block fenced as sh is run, in order, by
@@ -498,4 +503,79 @@ func (r *reader) follow(t *testing.T, b block) bool {
 		return true
 	}
 	return false
+}
+
+// TestDocsName: each kind of failure and each action that is written to records
+// is in the document that lists them, and nothing else is.
+func TestDocsName(t *testing.T) {
+	listed := func(file, section string) []string {
+		text, err := os.ReadFile(file)
+		if err != nil {
+			t.Fatal(err)
+		}
+		_, rest, _ := strings.Cut(string(text), section)
+		var names []string
+		for line := range strings.Lines(rest) {
+			if strings.HasPrefix(line, "## ") {
+				break
+			}
+			if cell, _, ok := strings.Cut(strings.TrimPrefix(line, "| `"), " | "); ok && strings.HasPrefix(line, "| `") {
+				for name := range strings.SplitSeq(cell, ",") {
+					names = append(names, strings.Trim(name, " `"))
+				}
+			}
+		}
+		slices.Sort(names)
+		return names
+	}
+	var kinds []string
+	for k := kind.Internal; k <= kind.Unavailable; k++ {
+		kinds = append(kinds, k.String())
+	}
+	slices.Sort(kinds)
+	if d := diff.Diff(kinds, listed("docs/exit-codes.md", "## Errors of the interface")); d != "" {
+		t.Error("kinds of failure in docs/exit-codes.md:", d)
+	}
+	if d := diff.Diff(writtenActions(t), listed("docs/record.md", "## What is in it")); d != "" {
+		t.Error("actions in docs/record.md:", d)
+	}
+}
+
+// writtenActions are the actions of internal/audit that shipped code uses.
+func writtenActions(t *testing.T) []string {
+	t.Helper()
+	src, err := os.ReadFile("internal/audit/event.go")
+	if err != nil {
+		t.Fatal(err)
+	}
+	action := map[string]string{} // by the constant's name
+	for _, m := range regexp.MustCompile(`(?m)^\s*(\w+)\s+Action\s+= "([^"]+)"`).FindAllStringSubmatch(string(src), -1) {
+		action[m[1]] = m[2]
+	}
+	if len(action) < 20 {
+		t.Fatalf("only %d actions found", len(action))
+	}
+	var used []string
+	for _, f := range tree(t) {
+		if f.test || f.dir == "internal/audit" || forTests(f.dir) {
+			continue
+		}
+		names := f.imports()
+		ast.Inspect(f.ast, func(n ast.Node) bool {
+			if sel, ok := n.(*ast.SelectorExpr); ok {
+				if id, ok := sel.X.(*ast.Ident); ok && names[id.Name] == module+"/internal/audit" && action[sel.Sel.Name] != "" {
+					used = append(used, action[sel.Sel.Name])
+				}
+			}
+			return true
+		})
+	}
+	slices.Sort(used)
+	used = slices.Compact(used)
+	for name, a := range action {
+		if !slices.Contains(used, a) {
+			t.Logf("nothing writes %s (audit.%s)", a, name)
+		}
+	}
+	return used
 }
