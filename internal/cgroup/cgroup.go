@@ -137,11 +137,29 @@ func (h *Host) prepare() error {
 // Controllers lists what this host enforces and where.
 func (h *Host) Controllers() map[string]string { return h.dirs }
 
-// Remove deletes the parent group if it holds no group; used by uninstall
-// and tests.
-func (h *Host) Remove() error {
-	var errs []error
+// Remove deletes the parent group, which must hold none.
+func (h *Host) Remove() error { return rmdir(h.allDirs()) }
+
+// RemoveIfEmpty deletes the parent group unless it holds others.
+func (h *Host) RemoveIfEmpty() error {
+	if left, err := h.List(); err != nil || len(left) > 0 {
+		return err
+	}
+	return h.Remove()
+}
+
+func (h *Host) allDirs() []string {
+	var all []string
 	for _, d := range h.dirs {
+		all = append(all, d)
+	}
+	return all
+}
+
+// rmdir removes directories that may be gone already.
+func rmdir(dirs []string) error {
+	var errs []error
+	for _, d := range dirs {
 		if err := unix.Rmdir(d); err != nil && !errors.Is(err, unix.ENOENT) {
 			errs = append(errs, fmt.Errorf("rmdir %s: %w", d, err))
 		}

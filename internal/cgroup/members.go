@@ -156,15 +156,7 @@ func (g *Group) Kill(ctx context.Context) error {
 }
 
 // Remove deletes an empty group; nil when it is already gone.
-func (g *Group) Remove() error {
-	var errs []error
-	for _, d := range g.allDirs() {
-		if err := unix.Rmdir(d); err != nil && !errors.Is(err, unix.ENOENT) {
-			errs = append(errs, fmt.Errorf("rmdir %s: %w", d, err))
-		}
-	}
-	return errors.Join(errs...)
-}
+func (g *Group) Remove() error { return rmdir(g.allDirs()) }
 
 // Exists reports whether any directory of the group exists.
 func (g *Group) Exists() bool {

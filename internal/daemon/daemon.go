@@ -228,10 +228,7 @@ func (d *Daemon) Run(ctx context.Context) error {
 
 // Serve runs the daemon and its interface on listener until ctx ends.
 func (d *Daemon) Serve(ctx context.Context, listener net.Listener) error {
-	srv := &http.Server{
-		Handler: d.handler, ReadHeaderTimeout: 10 * time.Second, IdleTimeout: 2 * time.Minute, MaxHeaderBytes: 64 << 10,
-		ErrorLog: slog.NewLogLogger(d.log.Handler(), slog.LevelDebug),
-	}
+	srv := api.NewServer(d.handler, d.log)
 	group, ctx := errgroup.WithContext(ctx)
 	group.Go(func() error { return d.Run(ctx) })
 	group.Go(func() error {

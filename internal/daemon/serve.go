@@ -2,7 +2,6 @@ package daemon
 
 import (
 	"context"
-	"crypto/tls"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -10,11 +9,11 @@ import (
 	"os"
 
 	"bivy/client"
+	"bivy/internal/api"
 	"bivy/internal/auth"
 	"bivy/internal/cli"
 	"bivy/internal/config"
 	"bivy/internal/doctor"
-	"bivy/internal/kind"
 )
 
 // Engine is what the command line is given to work with.
@@ -63,38 +62,19 @@ func (d *Daemon) keyFile() string {
 }
 
 func listen(ctx context.Context, cfg config.Config) (net.Listener, string, error) {
-	tlsConfig, err := cfg.TLS()
+	cert, err := cfg.TLS()
 	if err != nil {
 		return nil, "", err
 	}
-	if err := exposure(cfg, tlsConfig); err != nil {
-		return nil, "", err
-	}
-	var lc net.ListenConfig
-	listener, err := lc.Listen(ctx, "tcp", cfg.Listen)
+	listener, err := api.Listen(ctx, cfg.Listen, cert, cfg.AllowPlaintext)
 	if err != nil {
-		return nil, "", kind.Errorf(kind.Conflict, "%w", err).WithField("listen").
-			WithHint("stop what uses the port, or choose another with --listen")
+		return nil, "", err
 	}
 	scheme := "http"
-	if tlsConfig != nil {
-		listener, scheme = tls.NewListener(listener, tlsConfig), "https"
+	if cert != nil {
+		scheme = "https"
 	}
 	return listener, scheme + "://" + listener.Addr().String(), nil
-}
-
-// exposure refuses to send keys in the clear over a network.
-func exposure(cfg config.Config, tlsConfig *tls.Config) error {
-	host, _, err := net.SplitHostPort(cfg.Listen)
-	if err != nil {
-		return kind.Errorf(kind.Invalid, "%w", err).WithField("listen")
-	}
-	ip := net.ParseIP(host)
-	if tlsConfig != nil || cfg.AllowPlaintext || host == "localhost" || ip != nil && ip.IsLoopback() {
-		return nil
-	}
-	return kind.Errorf(kind.Invalid, "%s is not a loopback address and there is no certificate", cfg.Listen).WithField("listen").
-		WithHint("set tls_cert and tls_key, or allow_plaintext: true behind a proxy that speaks TLS")
 }
 
 // local opens a daemon for this process alone.

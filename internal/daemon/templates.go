@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"log/slog"
 	"net"
 	"os/exec"
@@ -139,7 +140,7 @@ func (d *Daemon) openFake() (*templates, error) {
 	}}
 	d.driver = &fake.Driver{Host: host}
 	d.closers = append(d.closers, d.driver.Close)
-	if err := d.openImages(nil); err != nil {
+	if err := d.openImages(func() (io.ReadCloser, error) { return opened(payload.Open(bundle.Guest)) }); err != nil {
 		return nil, err
 	}
 	return &templates{Store: d.images, log: d.log}, nil

@@ -192,7 +192,7 @@ func kvm(config.Config) client.Fact {
 }
 
 func basePackages(config.Config) client.Fact {
-	missing := slices.DeleteFunc(template.BasePackages(), installed)
+	missing := slices.DeleteFunc(template.BasePackages(), Installed)
 	if len(missing) > 0 {
 		f := fact("base template", client.FactWarn, "not installed: "+strings.Join(missing, " "), "the template base cannot be built; others can")
 		f.Hint = "apt-get install " + strings.Join(missing, " ")
@@ -201,8 +201,8 @@ func basePackages(config.Config) client.Fact {
 	return fact("base template", client.FactOK, "its packages are installed", "it is built on first use, without a network")
 }
 
-// installed reports whether dpkg has the files of a package.
-func installed(name string) bool {
+// Installed reports whether dpkg has the files of a package.
+func Installed(name string) bool {
 	for _, pattern := range []string{name + ".list", name + ":*.list"} {
 		if m, err := filepath.Glob(filepath.Join("/var/lib/dpkg/info", pattern)); err == nil && len(m) > 0 {
 			return true

@@ -94,6 +94,11 @@ func New(opt Options) (*Driver, error) {
 			return nil, fmt.Errorf("gvisor root: %w", err)
 		}
 	}
+	for _, path := range []string{d.bundles(), opt.Sentry} {
+		if err := reachable(path); err != nil {
+			return nil, err
+		}
+	}
 	var err error
 	if d.host, err = cgroup.Detect(opt.Cgroup); err != nil {
 		return nil, err
@@ -107,6 +112,28 @@ func New(opt Options) (*Driver, error) {
 	specutils.ExePath = opt.Sentry
 	log.SetTarget(discard{})
 	return d, nil
+}
+
+// reachable checks that a sentry, which is no user this host knows, can walk
+// to path: otherwise its start would fail without saying why.
+func reachable(path string) error {
+	path, err := filepath.EvalSymlinks(path)
+	if err != nil {
+		return err
+	}
+	for dir := filepath.Dir(path); ; dir = filepath.Dir(dir) {
+		info, err := os.Stat(dir)
+		if err != nil {
+			return err
+		}
+		if info.Mode()&0o001 == 0 {
+			return kind.Errorf(kind.Unavailable, "%s is closed to other users (mode %o), and sandboxes run as one", dir, info.Mode().Perm()).
+				WithHint("chmod o+x %s, or choose other directories with data_dir and run_dir", dir)
+		}
+		if dir == "/" {
+			return nil
+		}
+	}
 }
 
 // detachStdio points the globals that gVisor hands to sandboxes at /dev/null.
@@ -278,7 +305,8 @@ func (d *Driver) Close() error {
 		}
 		s.release()
 	}
-	return nil
+	// Ours only while sandboxes are in it; if there are, it stays.
+	return d.host.RemoveIfEmpty()
 }
 
 // OutboundRefused is how much the sandbox tried to send of its own accord.
