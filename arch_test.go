@@ -338,7 +338,7 @@ func TestWhoImportsWhom(t *testing.T) {
 	for _, dir := range slices.Sorted(maps.Keys(g)) {
 		want, listed := table[dir]
 		if !listed {
-			t.Errorf("package %s is not in the table: a new package is a decision, add its line to edges in arch_test.go", dir)
+			t.Errorf("package %s is not in the table: a new package is a decision, add its line to edges in arch_test.go:\n%s", dir, edgeLine(dir, g[dir]))
 			continue
 		}
 		for imp := range g[dir] {
@@ -357,6 +357,18 @@ func TestWhoImportsWhom(t *testing.T) {
 			t.Errorf("package %s has disappeared: take its line out of edges in arch_test.go", dir)
 		}
 	}
+}
+
+// edgeLine is what edges would say of a package.
+func edgeLine(dir string, imports map[string]bool) string {
+	var to []string
+	for imp := range imports {
+		if l, ok := local(imp); ok {
+			to = append(to, strings.TrimPrefix(l, "internal/"))
+		}
+	}
+	slices.Sort(to)
+	return fmt.Sprintf("%-33s : %s", dir, strings.Join(to, " "))
 }
 
 func TestFences(t *testing.T) {
