@@ -312,7 +312,7 @@ func (m *Manager) claim(ctx context.Context, a *active) ([]audit.Entry, error) {
 		}
 	}
 	for _, ref := range slices.Sorted(maps.Keys(open)) {
-		e := open[ref].Lost()
+		e := open[ref].Lost(system)
 		e.Sandbox = a.sandbox
 		entries = append(entries, e)
 	}

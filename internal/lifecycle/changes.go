@@ -30,8 +30,12 @@ func (m *Manager) digest(ctx context.Context, a *active) (outcome, error) {
 	}()
 	defer context.AfterFunc(ctx, func() { pr.CloseWithError(ctx.Err()) })()
 
-	l := lister{m: m, a: a}
+	l := lister{m: m}
 	err := l.read(tar.NewReader(pr))
+	if err == nil {
+		// The tar is whole, and the export may still have failed.
+		_, err = io.Copy(io.Discard, pr)
+	}
 	pr.CloseWithError(io.ErrClosedPipe)
 	out := outcome{facts: map[string]any{"files": l.listed}}
 	why := l.why
@@ -48,7 +52,7 @@ func (m *Manager) digest(ctx context.Context, a *active) (outcome, error) {
 	out.entries = l.entries
 	if why != "" {
 		out.entries = append(out.entries, audit.Entry{
-			Action: audit.FileChangesCut, Outcome: audit.Failed, Actor: system, Sandbox: a.sandbox,
+			Action: audit.FileChangesCut, Outcome: audit.Failed,
 			Payload: map[string]any{"listed": l.listed, "unlisted": l.unlisted, "unhashed": l.unhashed, "why": why},
 		})
 		out.residual = "not all changed files are listed with their digest: " + why
@@ -59,7 +63,6 @@ func (m *Manager) digest(ctx context.Context, a *active) (outcome, error) {
 // lister turns a tar of changes into events.
 type lister struct {
 	m        *Manager
-	a        *active
 	entries  []audit.Entry
 	listed   int
 	unlisted int
@@ -92,7 +95,7 @@ func (l *lister) read(tr *tar.Reader) error {
 			}
 		}
 		l.listed++
-		l.entries = append(l.entries, audit.Entry{Action: audit.FileChanged, Outcome: audit.OK, Actor: system, Sandbox: l.a.sandbox, Payload: p})
+		l.entries = append(l.entries, audit.Entry{Action: audit.FileChanged, Outcome: audit.OK, Payload: p})
 	}
 }
 

@@ -4,6 +4,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
+	"slices"
 	"sync"
 	"time"
 
@@ -238,7 +240,7 @@ func (m *Manager) endSteps(a *active, s *session.Session) []step {
 			return m.dispose(ctx, a)
 		})},
 		{name: "release", joined: true, noUndo: never, do: within(m.b.Kill, func(ctx context.Context) (outcome, error) {
-			return outcome{}, m.o.Templates.Release(ctx, string(a.id))
+			return outcome{}, m.release(ctx, a.id)
 		})},
 	}
 }
@@ -323,6 +325,52 @@ func (m *Manager) dispose(ctx context.Context, a *active) (outcome, error) {
 		}
 	}
 	return outcome{facts: map[string]any{"state": "destroyed", "proof": "not on the host"}}, nil
+}
+
+// releaseTries is how often a template's lease is given back before that
+// becomes a residual and the sweep's business.
+const releaseTries = 3
+
+func (m *Manager) release(ctx context.Context, id session.ID) error {
+	wait := m.b.RetryMin
+	for try := 1; ; try++ {
+		err := m.o.Templates.Release(ctx, string(id))
+		if err == nil {
+			return nil
+		}
+		if try == releaseTries || ctx.Err() != nil {
+			m.mu.Lock()
+			m.unreleased[id] = true
+			m.mu.Unlock()
+			return err
+		}
+		timer := time.NewTimer(wait)
+		select {
+		case <-timer.C:
+		case <-ctx.Done():
+			timer.Stop()
+		}
+		wait *= 2
+	}
+}
+
+// releaseOverdue gives back the leases of ended sessions that could not be
+// given back at their end.
+func (m *Manager) releaseOverdue(ctx context.Context) error {
+	m.mu.Lock()
+	overdue := slices.Collect(maps.Keys(m.unreleased))
+	m.mu.Unlock()
+	var errs []error
+	for _, id := range overdue {
+		if err := m.o.Templates.Release(ctx, string(id)); err != nil {
+			errs = append(errs, fmt.Errorf("template lease of session %s: %w", id, err))
+			continue
+		}
+		m.mu.Lock()
+		delete(m.unreleased, id)
+		m.mu.Unlock()
+	}
+	return errors.Join(errs...)
 }
 
 // drain waits for operations that were cut to write their outcomes.

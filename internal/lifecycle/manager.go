@@ -50,6 +50,8 @@ type Manager struct {
 	running  bool
 	stopping bool
 	active   map[session.ID]*active // every session that is not ended
+
+	unreleased map[session.ID]bool // ended, and their template's lease is not given back
 }
 
 // New checks the options. The manager does nothing before Run.
@@ -79,7 +81,7 @@ func New(o Options) (*Manager, error) {
 	m := &Manager{
 		o: o, b: o.Bounds.withDefaults(), log: o.Log,
 		admit: newTurns(o.CreateLimit), news: newNewsroom(), ready: make(chan struct{}),
-		active: map[session.ID]*active{},
+		active: map[session.ID]*active{}, unreleased: map[session.ID]bool{},
 	}
 	m.live, m.stopLive = context.WithCancel(context.Background())
 	m.ends, m.stopEnds = context.WithCancel(context.Background())

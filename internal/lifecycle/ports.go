@@ -127,9 +127,9 @@ type Template struct {
 	// SnapshotDiskMiB is the disk that the snapshot was made with, which a
 	// restored sandbox has too.
 	SnapshotDiskMiB int64
-	Env      map[string]string
-	User     string
-	Workdir  string
+	Env             map[string]string
+	User            string
+	Workdir         string
 	// Agent is the command that the image boots: the guest agent.
 	Agent []string
 }

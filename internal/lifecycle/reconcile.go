@@ -82,7 +82,7 @@ var system = session.Principal{Subject: "system:lifecycle"}
 func (m *Manager) lost(a *active, p *past, commands bool) []audit.Entry {
 	var entries []audit.Entry
 	for ref, i := range p.unpaid() {
-		e := i.Lost()
+		e := i.Lost(system)
 		if c := p.commands[ref]; c != nil && i.Action == audit.CommandIntent {
 			if !commands {
 				continue
@@ -158,7 +158,7 @@ func (m *Manager) sweep(ctx context.Context) error {
 	for _, f := range found {
 		running[f.ID] = f.Running
 	}
-	var errs []error
+	errs := []error{m.releaseOverdue(ctx)}
 	for _, s := range live {
 		if s.Node != m.o.NodeID {
 			continue

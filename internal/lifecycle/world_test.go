@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"log/slog"
 	"net"
 	"os"
 	"path/filepath"
@@ -280,7 +281,7 @@ func (w *world) launch(change ...func(*lifecycle.Options)) *daemon {
 	}
 	o := lifecycle.Options{
 		Store: faultyStore{w.store, f}, Node: faultyNode{n, f}, Templates: faultyTemplates{w.templates, f},
-		Signer: w.signer, NodeID: "here", BootID: w.boot,
+		Signer: w.signer, NodeID: "here", BootID: w.boot, Log: slog.New(slog.NewTextHandler(w.t.Output(), nil)),
 		Bounds: lifecycle.Bounds{RetryMin: time.Millisecond, RetryMax: 20 * time.Millisecond, Sweep: time.Hour, Digest: 5 * time.Second, Stop: 5 * time.Second},
 	}
 	for _, c := range change {
