@@ -51,22 +51,23 @@ type Link struct {
 	closing atomic.Bool
 }
 
-// Pair makes a wire: the guest's end as a file to hand to the sandbox, and
-// the host's end as a descriptor for Open.
+// Pair makes a wire of this process, for tests: the guest's end as a file and
+// the host's as a descriptor for Open. Sandboxes make their own.
 func Pair() (guest *os.File, host int, err error) {
 	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, 0)
 	if err != nil {
 		return nil, -1, fmt.Errorf("socket pair for the link: %w", err)
 	}
-	for _, fd := range fds {
-		// The kernel's default holds three packets, and a full wire drops:
-		// TCP would crawl at the pace of its retransmissions. Without
-		// CAP_NET_ADMIN the host's maximum has to do.
-		if err := unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_SNDBUFFORCE, wireBuffer); err != nil {
-			_ = unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_SNDBUF, wireBuffer)
-		}
-	}
 	return os.NewFile(uintptr(fds[0]), "link guest end"), fds[1], nil
+}
+
+// Widen gives one end of a wire the send buffer it needs. The kernel's default
+// holds three packets, and a full wire drops: TCP would crawl at the pace of
+// its retransmissions. Without CAP_NET_ADMIN the host's maximum has to do.
+func Widen(fd int) {
+	if err := unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_SNDBUFFORCE, wireBuffer); err != nil {
+		_ = unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_SNDBUF, wireBuffer)
+	}
 }
 
 // wireBuffer is what may be in flight in one direction, in bytes of kernel

@@ -236,9 +236,6 @@ func (d *Driver) Dial(ctx context.Context, id session.SandboxID, port uint16) (n
 	if err := s.do(ctx, func() error { wire = s.link; return nil }); err != nil {
 		return nil, err
 	}
-	if wire == nil {
-		return nil, kind.Errorf(kind.Unavailable, "sandbox %s is paused and has no link", id)
-	}
 	// Not as an operation: a dial may take as long as its context allows.
 	conn, err := wire.Dial(ctx, port)
 	if err != nil {
@@ -257,9 +254,7 @@ func (d *Driver) Wait(ctx context.Context, id session.SandboxID) (driver.Exit, e
 		return driver.Exit{}, err
 	}
 	select {
-	case <-s.whenEnded():
-		s.mu.Lock()
-		defer s.mu.Unlock()
+	case <-s.ended:
 		return s.exit, nil
 	case <-ctx.Done():
 		return driver.Exit{}, ctx.Err()

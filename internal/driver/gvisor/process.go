@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io/fs"
 	"os"
 	"path/filepath"
 	"strconv"
@@ -31,6 +30,23 @@ func open(pid int) (*process, error) {
 		return nil, fmt.Errorf("process %d: %w", pid, err)
 	}
 	return &process{Pid: pid, pidfd: os.NewFile(uintptr(fd), "pidfd")}, nil
+}
+
+// take returns a copy of one of the process's descriptors.
+func (p *process) take(fd int) (int, error) {
+	raw, err := p.pidfd.SyscallConn()
+	if err != nil {
+		return -1, err
+	}
+	taken := -1
+	var takeErr error
+	if err := raw.Control(func(pidfd uintptr) { taken, takeErr = unix.PidfdGetfd(int(pidfd), fd, 0) }); err != nil {
+		return -1, err
+	}
+	if takeErr != nil {
+		return -1, fmt.Errorf("descriptor %d of process %d: %w", fd, p.Pid, takeErr)
+	}
+	return taken, nil
 }
 
 // wait returns when the process has died. It holds no thread meanwhile.
@@ -82,7 +98,6 @@ func (s *sandbox) watch(pid int, child bool) error {
 		return kind.Wrap(kind.Unavailable, fmt.Errorf("sandbox %s died while starting: %w", s.id, err))
 	}
 	s.proc = p
-	ended := s.ended
 	// Ends with the sentry; Destroy kills it and waits on ended.
 	go func() {
 		if err := p.wait(); err != nil {
@@ -96,15 +111,13 @@ func (s *sandbox) watch(pid int, child bool) error {
 		if st, err := s.group.Stats(); err == nil {
 			exit.OOM = st.OOMKills > 0
 		}
-		s.mu.Lock()
 		s.exit = exit
-		close(ended)
-		s.mu.Unlock()
+		close(s.ended)
 		// Whoever talks to a dead guest would wait for ever. In turn: whoever
 		// destroys it is busy until it has ended.
 		s.busy <- struct{}{}
 		defer s.release()
-		if s.proc == p && s.link != nil {
+		if s.link != nil {
 			s.link.Close()
 		}
 	}()
@@ -209,14 +222,12 @@ func (d *Driver) List(ctx context.Context) ([]driver.Found, error) {
 		all[id] = true
 	}
 	var names []string
-	for _, dir := range []string{d.bundles(), d.relinks()} {
-		entries, err := os.ReadDir(dir)
-		if err != nil && !errors.Is(err, fs.ErrNotExist) {
-			return nil, err
-		}
-		for _, e := range entries {
-			names = append(names, e.Name())
-		}
+	entries, err := os.ReadDir(d.bundles())
+	if err != nil {
+		return nil, err
+	}
+	for _, e := range entries {
+		names = append(names, e.Name())
 	}
 	groups, err := d.host.List()
 	if err != nil {

@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
-	"sync"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -19,6 +18,7 @@ import (
 
 	"bivy/internal/cgroup"
 	"bivy/internal/driver"
+	"bivy/internal/driver/gvisor/bootflags"
 	"bivy/internal/kind"
 	"bivy/internal/link"
 	"bivy/internal/session"
@@ -27,9 +27,8 @@ import (
 // handleVersion is the version of handleState.
 const handleVersion = 1
 
-// handleState is what a later process needs: how the sandbox was asked for,
-// so that it can be made again around a checkpoint. Which process it is, the
-// process itself says (owner), since a relink changes it.
+// handleState is what a later process needs: how the sandbox was asked for.
+// Which process it is, the process itself says (owner).
 type handleState struct {
 	Request driver.StartRequest `json:"request"`
 }
@@ -43,11 +42,10 @@ type sandbox struct {
 
 	busy   chan struct{} // holds one token: one operation at a time; guards what follows
 	runsc  *runsc.Sandbox
-	link   *link.Link // nil for one recovered while paused
+	link   *link.Link
 	proc   *process
 	paused bool
 
-	mu    sync.Mutex    // guards ended and exit, which a relink renews
 	ended chan struct{} // closed once the sentry is dead and reaped
 	exit  driver.Exit   // valid after ended
 }
@@ -118,17 +116,11 @@ func (s *sandbox) orKill(ctx context.Context, part func() error) error {
 
 func (s *sandbox) alive() bool {
 	select {
-	case <-s.whenEnded():
+	case <-s.ended:
 		return false
 	default:
 		return s.proc != nil
 	}
-}
-
-func (s *sandbox) whenEnded() <-chan struct{} {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return s.ended
 }
 
 // start makes everything of the sandbox; the caller destroys it when it
@@ -172,16 +164,29 @@ func (s *sandbox) start(ctx context.Context, snapshot string) (driver.Handle, er
 	return driver.Handle{Sandbox: s.id, Driver: Name, Version: handleVersion, State: state}, nil
 }
 
-// run starts the guest, on a new wire.
-func (s *sandbox) run(c *container.Container, snapshot string) error {
-	guestEnd, hostEnd, err := link.Pair()
+// openLink takes the host's end of the wire out of the sentry, which made it.
+func (s *sandbox) openLink() error {
+	fd, err := s.proc.take(bootflags.WireHostFD)
 	if err != nil {
+		return fmt.Errorf("link of %s: %w", s.id, err)
+	}
+	link.Widen(fd)
+	s.link, err = link.Open(fd)
+	return err
+}
+
+// run starts the guest.
+func (s *sandbox) run(c *container.Container, snapshot string) error {
+	if err := s.openLink(); err != nil {
 		return err
 	}
+	fd, err := s.proc.take(bootflags.WireGuestFD)
+	if err != nil {
+		return fmt.Errorf("link of %s: %w", s.id, err)
+	}
+	link.Widen(fd)
+	guestEnd := os.NewFile(uintptr(fd), "guest's end of the link")
 	defer guestEnd.Close()
-	if s.link, err = link.Open(hostEnd); err != nil {
-		return err
-	}
 	args := networkArgs(guestEnd, snapshot != "")
 	if snapshot != "" {
 		if err := c.Sandbox.Restore(s.d.conf, c.Spec, c.ID, snapshot, false, false, args); err != nil {
@@ -251,7 +256,7 @@ func (s *sandbox) destroy(ctx context.Context) error {
 		return err // alive: its id, files and group stay reserved
 	}
 	var errs []error
-	errs = append(errs, s.removeState(), os.RemoveAll(s.d.relinkDir(s.id)), s.group.Remove())
+	errs = append(errs, s.removeState(), s.group.Remove())
 	// Last: as long as the bundle is there, the id is claimed and listed.
 	if err := errors.Join(errs...); err != nil {
 		return err
@@ -275,7 +280,7 @@ func (s *sandbox) killAll(ctx context.Context) error {
 		return nil
 	}
 	select { // reaped too: no zombie is left behind
-	case <-s.whenEnded():
+	case <-s.ended:
 		return nil
 	case <-ctx.Done():
 		return fmt.Errorf("sandbox %s: process %d does not end: %w", s.id, s.proc.Pid, ctx.Err())

@@ -26,19 +26,13 @@ func (d *Driver) Pause(ctx context.Context, id session.SandboxID) error {
 	return s.do(ctx, s.pause)
 }
 
-// Resume implements driver.Pauser. One that was recovered while paused gets
-// its wire only now.
+// Resume implements driver.Pauser.
 func (d *Driver) Resume(ctx context.Context, id session.SandboxID) error {
 	s, err := d.find(id)
 	if err != nil {
 		return err
 	}
-	return s.do(ctx, func() error {
-		if s.link == nil {
-			return s.relink(context.WithoutCancel(ctx))
-		}
-		return s.resume()
-	})
+	return s.do(ctx, s.resume)
 }
 
 // pausedMark says to a later process that the guest is paused. gVisor cannot

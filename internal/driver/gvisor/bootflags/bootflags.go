@@ -1,5 +1,6 @@
-// Package bootflags hands flags from the driver to the sentry that it starts
-// through runsc, which has no way for it: they lie in the sandbox's bundle.
+// Package bootflags is what the driver and the sentries that it starts through
+// runsc agree on. It hands them flags, for which runsc has no way: they lie in
+// the sandbox's bundle.
 //
 // runsc takes the guest's view of memory and processors from its own cgroup
 // code, which bivy does not use.
@@ -20,6 +21,13 @@ import (
 // FSETID (0 to 4), which gVisor keeps to serve files, and SYS_PTRACE (19), by
 // which systrap drives its stubs.
 const Capabilities uint64 = 0b11111 | 1<<19
+
+// WireGuestFD and WireHostFD are the two ends of the sandbox's wire in every
+// sentry: numbers that nothing else has so early, and that stay taken.
+const (
+	WireGuestFD = 100
+	WireHostFD  = 101
+)
 
 const file = "boot-flags.json"
 

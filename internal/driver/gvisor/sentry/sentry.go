@@ -42,7 +42,7 @@ func Main() {
 	if slices.Contains(os.Args, "boot") {
 		bootFast()
 		args, err := bootflags.Apply(os.Args)
-		if err = errors.Join(err, trimBounding(), useUmounter()); err != nil {
+		if err = errors.Join(err, closeStrangers(os.Args), makeWire(), trimBounding(), useUmounter()); err != nil {
 			// Loudly: a guest must not run under other limits or with more
 			// privilege than it was meant to.
 			fmt.Fprintln(os.Stderr, "bivy-sentry:", err)
