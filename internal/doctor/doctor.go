@@ -64,8 +64,8 @@ func kernel(config.Config) client.Fact {
 	}
 	release := string(u.Release[:bytes.IndexByte(u.Release[:], 0)])
 	var major, minor int
-	if _, err := fmt.Sscanf(release, "%d.%d", &major, &minor); err != nil || major < 5 || major == 5 && minor < 4 {
-		f := fact("kernel", client.FactFail, release, "pidfds and seccomp as bivy uses them need Linux 5.4")
+	if _, err := fmt.Sscanf(release, "%d.%d", &major, &minor); err != nil || major < 5 || major == 5 && minor < 6 {
+		f := fact("kernel", client.FactFail, release, "taking a sandbox's link out of its process needs pidfd_getfd, Linux 5.6")
 		f.Hint = "use a newer kernel"
 		return f
 	}
@@ -138,7 +138,7 @@ func dataDisk(cfg config.Config) client.Fact {
 }
 
 func runDisk(cfg config.Config) client.Fact {
-	return disk("run_dir", cfg.RunDir, 1<<30, "a restart writes the memory of running sandboxes here for a moment")
+	return disk("run_dir", cfg.RunDir, 64<<20, "what running sandboxes need on the host is kept here")
 }
 
 func disk(name, dir string, want uint64, means string) client.Fact {
