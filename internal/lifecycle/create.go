@@ -130,7 +130,7 @@ func (c *creation) steps() []step {
 func (c *creation) run(ctx context.Context) error {
 	open := func(ctx context.Context, intents []audit.Entry) error {
 		entries := append([]audit.Entry{c.flow.entry(audit.SessionCreated, audit.OK, createdPayload{
-			Spec: c.s.Spec, SpecDigest: c.s.SpecDigest, Owner: c.s.Owner, Template: c.s.Template, Node: c.s.Node, Deadline: c.s.Deadline.UTC(),
+			Spec: c.s.Spec.WithoutEnvValues(), SpecDigest: c.s.SpecDigest, Owner: c.s.Owner, Template: c.s.Template, Node: c.s.Node, Deadline: c.s.Deadline.UTC(),
 		})}, intents...)
 		stored, existed, err := c.m.o.Store.Create(ctx, c.s, c.req.Key, entries...)
 		if err != nil {

@@ -184,6 +184,17 @@ func ParseSpec(data []byte) (Spec, error) {
 	return s, nil
 }
 
+// WithoutEnvValues returns the spec as it may be shown and recorded: with the
+// names of its variables, whose values may be anything, a secret too.
+func (s Spec) WithoutEnvValues() Spec {
+	names := make(map[string]string, len(s.Env))
+	for name := range s.Env {
+		names[name] = ""
+	}
+	s.Env = names
+	return s
+}
+
 // Digest names the spec by content: "sha256:" and the hex of its canonical
 // JSON (Go's encoding: fields in order, map keys sorted).
 func (s Spec) Digest() (string, error) {
