@@ -54,7 +54,7 @@ func TestWatch(t *testing.T) {
 	s := newSandbox(t)
 	fs := s.filesystem(t)
 	s.sh(t, "mkdir -p w/old/deep")
-	ctx, cancel := context.WithCancel(t.Context())
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
 	stream, err := fs.WatchDir(ctx, connect.NewRequest(&pb.WatchDirRequest{Path: "w", Recursive: true, IncludeEntry: true}))
 	if err != nil {
@@ -97,6 +97,11 @@ func TestWatch(t *testing.T) {
 	expect("mkdir -p w/n1/n2 && echo 1 > w/n1/n2/f", "CREATE n1", "CREATE n1/n2", "CREATE n1/n2/f")
 	expect("echo 2 >> w/n1/n2/f", "WRITE n1/n2/f")
 	expect("mv w/n1 w/m1 && echo 3 >> w/m1/n2/f", "RENAME n1", "CREATE m1", "WRITE m1/n2/f")
+	expect("mv w/m1/n2 w/old/n3 && echo 4 >> w/old/n3/f && mv w/old/n3 w/m1/n2", "RENAME m1/n2", "CREATE old/n3", "WRITE old/n3/f", "CREATE m1/n2")
+	// Out of the tree it is followed no longer, and back in it is.
+	expect("mv w/m1 m2 && echo 5 >> m2/n2/f && echo 1 > w/mark", "RENAME m1", "CREATE mark")
+	expect("mv m2 w/m1", "CREATE m1", "CREATE m1/n2", "CREATE m1/n2/f")
+	expect("echo 6 >> w/m1/n2/f", "WRITE m1/n2/f")
 	expect("rm -r w/m1", "REMOVE m1/n2/f", "REMOVE m1/n2", "REMOVE m1")
 	expect(`cd w; printf x > "$(printf 'odd\377')"`, "CREATE "+wire.Escape("odd\xff"))
 	expect("rmdir w/old/deep 2>/dev/null || rm -r w/old/deep; mv w w2", "RENAME .")

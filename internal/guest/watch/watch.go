@@ -65,7 +65,14 @@ type Watcher struct {
 	// Used by the reading goroutine only, once it runs.
 	dirs  map[int32]string    // watch descriptor to path below root, "" for root
 	found map[string]struct{} // entries reported before their event came
+	moved move                // a directory that has left, maybe for elsewhere below root
 	err   error
+}
+
+// move is the first half of a directory's renaming.
+type move struct {
+	cookie uint32 // zero: none
+	from   string
 }
 
 const dirMask = unix.IN_CREATE | unix.IN_MODIFY | unix.IN_DELETE | unix.IN_DELETE_SELF | unix.IN_MOVED_FROM |
@@ -194,8 +201,9 @@ func (w *Watcher) run() {
 		}
 		for b := buf[:n]; len(b) >= unix.SizeofInotifyEvent; {
 			raw := rawEvent{
-				wd:   int32(binary.NativeEndian.Uint32(b[unsafe.Offsetof(unix.InotifyEvent{}.Wd):])), //nolint:gosec // the kernel's type
-				mask: binary.NativeEndian.Uint32(b[unsafe.Offsetof(unix.InotifyEvent{}.Mask):]),
+				wd:     int32(binary.NativeEndian.Uint32(b[unsafe.Offsetof(unix.InotifyEvent{}.Wd):])), //nolint:gosec // the kernel's type
+				mask:   binary.NativeEndian.Uint32(b[unsafe.Offsetof(unix.InotifyEvent{}.Mask):]),
+				cookie: binary.NativeEndian.Uint32(b[unsafe.Offsetof(unix.InotifyEvent{}.Cookie):]),
 			}
 			length := int(binary.NativeEndian.Uint32(b[unsafe.Offsetof(unix.InotifyEvent{}.Len):]))
 			name := b[unix.SizeofInotifyEvent : unix.SizeofInotifyEvent+length]
@@ -209,9 +217,10 @@ func (w *Watcher) run() {
 }
 
 type rawEvent struct {
-	wd   int32
-	mask uint32
-	name string
+	wd     int32
+	mask   uint32
+	cookie uint32
+	name   string
 }
 
 // handle turns one event of the kernel's into ours; false ends the watcher.
@@ -219,6 +228,12 @@ func (w *Watcher) handle(e rawEvent) bool {
 	if e.mask&unix.IN_Q_OVERFLOW != 0 {
 		w.err = ErrLost
 		return false
+	}
+	arrived := w.moved.cookie != 0 && e.mask&unix.IN_MOVED_TO != 0 && e.cookie == w.moved.cookie
+	if w.moved.cookie != 0 && !arrived {
+		// The halves of a renaming follow each other: this one went elsewhere.
+		w.forget(w.moved.from)
+		w.moved = move{}
 	}
 	dir, ok := w.dirs[e.wd]
 	if !ok {
@@ -237,7 +252,11 @@ func (w *Watcher) handle(e rawEvent) bool {
 	}
 	isDir := e.mask&unix.IN_ISDIR != 0
 	if e.mask&unix.IN_MOVED_FROM != 0 && isDir {
-		w.forget(name)
+		w.moved = move{e.cookie, name}
+	}
+	if arrived {
+		w.rename(w.moved.from, name)
+		w.moved = move{}
 	}
 	_, known := w.found[name]
 	delete(w.found, name)
@@ -249,7 +268,7 @@ func (w *Watcher) handle(e rawEvent) bool {
 			return false
 		}
 	}
-	if w.recursive && isDir && e.mask&(unix.IN_CREATE|unix.IN_MOVED_TO) != 0 {
+	if w.recursive && isDir && !arrived && e.mask&(unix.IN_CREATE|unix.IN_MOVED_TO) != 0 {
 		return w.enter(name)
 	}
 	return true
@@ -294,14 +313,38 @@ func (w *Watcher) enter(dir string) bool {
 	return true
 }
 
+// below reports that path is dir or lies in it.
+func below(path, dir string) bool { return path == dir || strings.HasPrefix(path, dir+"/") }
+
 // forget stops following a directory that was moved away.
 func (w *Watcher) forget(dir string) {
 	for wd, d := range w.dirs {
-		if d == dir || strings.HasPrefix(d, dir+"/") {
+		if below(d, dir) {
 			delete(w.dirs, wd)
 			_ = w.raw.Control(func(fd uintptr) { // fails only when the watch or the watcher is gone
 				_, _ = unix.InotifyRmWatch(int(fd), uint32(wd)) //nolint:gosec // as the kernel gave it
 			})
+		}
+	}
+	for name := range w.found {
+		if below(name, dir) {
+			delete(w.found, name)
+		}
+	}
+}
+
+// rename follows a directory to its new name. The kernel's watches are on the
+// directories themselves and stay, so that no event is missed.
+func (w *Watcher) rename(from, to string) {
+	for wd, d := range w.dirs {
+		if below(d, from) {
+			w.dirs[wd] = to + d[len(from):]
+		}
+	}
+	for name := range w.found {
+		if below(name, from) {
+			delete(w.found, name)
+			w.found[to+name[len(from):]] = struct{}{}
 		}
 	}
 }
