@@ -4,6 +4,8 @@ import (
 	"cmp"
 	"maps"
 	"slices"
+
+	"bivy/internal/session"
 )
 
 // Intents follows a record and knows which intents have no outcome yet. The
@@ -68,9 +70,10 @@ func (t *Intents) Open() []Intent {
 // Len returns how many intents are open.
 func (t *Intents) Len() int { return len(t.open) }
 
-// Lost returns the entry that says of i that its outcome is not known.
-func (i Intent) Lost() Entry {
-	return Entry{Action: IntentLost, Outcome: Failed, Ref: i.Ref, Payload: map[string]any{"seq": i.Seq, "action": i.Action}}
+// Lost returns the entry in which actor says of i that its outcome is not
+// known.
+func (i Intent) Lost(actor session.Principal) Entry {
+	return Entry{Action: IntentLost, Outcome: Failed, Ref: i.Ref, Actor: actor, Payload: map[string]any{"seq": i.Seq, "action": i.Action}}
 }
 
 // Clone returns a copy that goes its own way.

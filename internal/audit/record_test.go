@@ -642,3 +642,12 @@ func checkPrintable(t testing.TB, b []byte) {
 		}
 	}
 }
+
+// TestLostIntentIsAnEvent: what says that an outcome is lost is written when
+// nobody is there to put right what it lacks.
+func TestLostIntentIsAnEvent(t *testing.T) {
+	i := Intent{Seq: 3, Action: StepIntent, Ref: "create.start"}
+	if _, err := Prepare(i.Lost(session.Principal{Subject: "system:test"})); err != nil {
+		t.Error(err)
+	}
+}

@@ -365,9 +365,7 @@ func (b *batch) seal(rec *record, t *tally, sign func(audit.Head) (audit.Seal, e
 	}
 	all := slices.Clone(drafts[:last])
 	for _, i := range open.Open() {
-		e := i.Lost()
-		e.Actor = actor
-		d, err := audit.Prepare(e)
+		d, err := audit.Prepare(i.Lost(actor))
 		if err != nil {
 			return err
 		}
