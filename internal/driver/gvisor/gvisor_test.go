@@ -259,6 +259,7 @@ func TestMemoryLimit(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
 	defer cancel()
 	if st, err := d.Stats(ctx, id); err == nil {
+		t.Logf("the sandbox lives: %+v", st)
 		if st.OOMKills == 0 {
 			t.Error("the sandbox lives and shows no OOM kill")
 		}

@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io/fs"
 	"os"
 	"path/filepath"
 	"time"
@@ -154,6 +155,9 @@ func (s *sandbox) start(ctx context.Context, snapshot string) (driver.Handle, er
 	if err := s.orKill(ctx, func() error { return s.run(c, snapshot) }); err != nil {
 		return driver.Handle{}, err
 	}
+	if err := s.offerStubs(); err != nil {
+		return driver.Handle{}, err
+	}
 	if err := ctx.Err(); err != nil {
 		return driver.Handle{}, err
 	}
@@ -163,6 +167,27 @@ func (s *sandbox) start(ctx context.Context, snapshot string) (driver.Handle, er
 	}
 	return driver.Handle{Sandbox: s.id, Driver: Name, Version: handleVersion, State: state}, nil
 }
+
+// offerStubs makes guest processes the kernel's choice when the memory limit
+// is hit, rather than the sentry: the process that took too much is lost, not
+// the sandbox. Guest memory counts for the stub process that a guest process
+// runs in; those made later inherit the score.
+func (s *sandbox) offerStubs() error {
+	tree, err := cgroup.Tree(s.proc.Pid)
+	if err != nil {
+		return err
+	}
+	for _, pid := range tree[1:] {
+		err := os.WriteFile(fmt.Sprintf("/proc/%d/oom_score_adj", pid), []byte(stubScore), 0)
+		if err != nil && !errors.Is(err, fs.ErrNotExist) && !errors.Is(err, unix.ESRCH) {
+			return fmt.Errorf("stub %d: %w", pid, err)
+		}
+	}
+	return nil
+}
+
+// stubScore is short of 1000, which is never to be spared by anybody.
+const stubScore = "900"
 
 // openLink takes the host's end of the wire out of the sentry, which made it.
 func (s *sandbox) openLink() error {
