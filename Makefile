@@ -65,6 +65,10 @@ docs: build ## run every command in the documents
 bench: deps build ## measure; make bench SUITE=cold runs one suite
 	bin/bivy bench $(SUITE)
 
+.PHONY: lint
+lint: ## run the linters (built on first use, minutes)
+	$(GO) run github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.15.0 run
+
 .PHONY: fuzz
 fuzz: ## fuzz every target for FUZZTIME (default 30s) each
 	@for p in $$(grep -rl --include='*_test.go' '^func Fuzz' . | xargs -n1 dirname | sort -u); do \

@@ -10,6 +10,7 @@ import (
 	"os"
 	"path/filepath"
 	"strconv"
+	"slices"
 	"strings"
 	"time"
 
@@ -126,7 +127,9 @@ func (a *Agent) apply(req wire.InitRequest) error {
 	return nil
 }
 
-// nameInHosts makes the name resolve to this machine.
+// nameInHosts makes the name resolve to this machine. A file that has it
+// already is left alone: every write is a change that the session's record
+// lists.
 func (a *Agent) nameInHosts(name string) error {
 	path := filepath.Join(a.cfg.Etc, "hosts")
 	old, err := os.ReadFile(path)
@@ -134,15 +137,26 @@ func (a *Agent) nameInHosts(name string) error {
 		return err
 	}
 	var b bytes.Buffer
+	there := false
 	for line := range bytes.Lines(old) {
-		if !bytes.HasSuffix(bytes.TrimSpace(line), []byte(hostsMark)) {
-			b.Write(line)
+		if bytes.HasSuffix(bytes.TrimSpace(line), []byte(hostsMark)) {
+			continue
 		}
+		b.Write(line)
+		entry, _, _ := strings.Cut(string(line), "#")
+		if fields := strings.Fields(entry); len(fields) > 1 {
+			there = there || slices.Contains(fields[1:], name)
+		}
+	}
+	if there && b.Len() == len(old) {
+		return nil
 	}
 	if b.Len() > 0 && b.Bytes()[b.Len()-1] != '\n' {
 		b.WriteByte('\n')
 	}
-	fmt.Fprintf(&b, "127.0.1.1\t%s %s\n", name, hostsMark)
+	if !there {
+		fmt.Fprintf(&b, "127.0.1.1\t%s %s\n", name, hostsMark)
+	}
 	return os.WriteFile(path, b.Bytes(), 0o644) //nolint:gosec // everybody reads it
 }
 

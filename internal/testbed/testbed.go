@@ -69,15 +69,15 @@ func (b *Bed) agent() template.Extra {
 }
 
 func (b *Bed) compile(ctx context.Context) error {
-	for _, args := range [][]string{
-		{"-ldflags", "-s -w -X gvisor.dev/gvisor/runsc/version.version=" + b.Build, "-o", b.Sentry, "./cmd/bivy-sentry"},
-		{"-tags", "nethttpomithttp2", "-ldflags", "-s -w", "-o", b.Guest, "./cmd/bivy-guest"},
+	for _, argv := range [][]string{
+		{"go", "build", "-trimpath", "-ldflags", "-s -w -X gvisor.dev/gvisor/runsc/version.version=" + b.Build, "-o", b.Sentry, "./cmd/bivy-sentry"},
+		{"cmd/bivy-guest/build.sh", b.Guest},
 	} {
-		cmd := exec.CommandContext(ctx, "go", append([]string{"build", "-trimpath"}, args...)...)
+		cmd := exec.CommandContext(ctx, argv[0], argv[1:]...)
 		cmd.Dir = moduleRoot()
 		cmd.Env = append(os.Environ(), "CGO_ENABLED=0")
 		if out, err := cmd.CombinedOutput(); err != nil {
-			return fmt.Errorf("go build %s: %w\n%s", args[len(args)-1], err, out)
+			return fmt.Errorf("%q: %w\n%s", argv, err, out)
 		}
 	}
 	return nil
