@@ -68,6 +68,7 @@ internal/guest/wire/gen/filesystem/filesystemconnect : guest/wire/gen/filesystem
 internal/guest/wire/gen/process   :
 internal/guest/wire/gen/process/processconnect : guest/wire/gen/process
 internal/kind                     :
+internal/leakcheck                :
 internal/lifecycle                : audit driver guest/guestclient guest/wire kind session
 internal/link                     :
 internal/node                     : driver guest/guestclient guest/wire kind lifecycle session

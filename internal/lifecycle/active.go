@@ -42,6 +42,7 @@ type active struct {
 	fenced       bool                    // and never will be again
 	ending       *ending                 // not nil once the end was asked for
 	stopCreate   context.CancelCauseFunc // of the create in progress, or nil
+	died         error                   // the sandbox stopped before the create was over
 	inside       int                     // operations let in and not out yet
 	idle         chan struct{}           // closes when inside is 0 and fenced
 	owing        map[string]*debt        // intents in the record whose outcome is not
@@ -154,12 +155,20 @@ func (a *active) fenceLocked() {
 	}
 }
 
-// letIn opens the gates of a session that runs, unless its end was asked for.
-func (a *active) letIn() bool {
+// letIn opens the gates of a session that runs, unless its end was asked for
+// or its sandbox has stopped already.
+func (a *active) letIn() error {
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	a.open = !a.fenced
-	return a.open
+	a.stopCreate = nil
+	switch {
+	case a.fenced:
+		return kind.Wrap(kind.Conflict, errEnding)
+	case a.died != nil:
+		return a.died
+	}
+	a.open = true
+	return nil
 }
 
 // refusal is the error for work in a session that is not running.

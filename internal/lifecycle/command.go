@@ -119,7 +119,7 @@ func (m *Manager) Start(ctx context.Context, id session.ID, actor session.Princi
 		p.Detach()
 		return nil, err
 	}
-	p.PID = c.info.PID
+	p.PID = c.pid()
 	return p, nil
 }
 
@@ -256,6 +256,12 @@ func (a *active) pruneLocked(m *Manager) {
 	}
 }
 
+func (c *command) pid() uint32 {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.info.PID
+}
+
 func (c *command) endedAt() time.Time {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -296,9 +302,16 @@ func (c *command) supervise(cmd Command, began chan<- error) {
 // refuse ends a command that did not come to run.
 func (c *command) refuse(err error, began chan<- error) {
 	c.a.forget(c)
+	told := func(err error) {
+		c.mu.Lock()
+		c.broken, c.overAt, c.readers = err, time.Now(), nil
+		c.mu.Unlock()
+		close(c.over)
+		began <- err
+	}
 	if c.a.ctx.Err() != nil {
 		if !errors.Is(context.Cause(c.a.ctx), errEnding) {
-			began <- stoppingError()
+			told(stoppingError())
 			return // whether it runs is for the next process to find out
 		}
 		err = kind.Wrap(kind.Conflict, errEnding)
@@ -311,7 +324,7 @@ func (c *command) refuse(err error, began chan<- error) {
 	if recorded != nil {
 		c.m.log.Error("recording a refused command", "session", c.a.id, "error", recorded)
 	}
-	began <- refused
+	told(refused)
 }
 
 func guestCommand(tag string, cmd Command) guestclient.Command {
@@ -633,7 +646,7 @@ func (p *Process) Next(ctx context.Context) (Event, error) {
 // session has taken all of it.
 func (p *Process) Write(ctx context.Context, data []byte) error {
 	return p.call(ctx, func(ctx context.Context, g *guestclient.Client) error {
-		if err := g.SendInput(ctx, p.PID, p.c.info.PTY, data); err != nil {
+		if err := g.SendInput(ctx, p.c.pid(), p.c.info.PTY, data); err != nil {
 			return err
 		}
 		p.c.in.Add(int64(len(data)))
@@ -643,13 +656,13 @@ func (p *Process) Write(ctx context.Context, data []byte) error {
 
 // CloseStdin ends the command's standard input.
 func (p *Process) CloseStdin(ctx context.Context) error {
-	return p.call(ctx, func(ctx context.Context, g *guestclient.Client) error { return g.CloseStdin(ctx, p.PID) })
+	return p.call(ctx, func(ctx context.Context, g *guestclient.Client) error { return g.CloseStdin(ctx, p.c.pid()) })
 }
 
 // Resize changes the size of the command's terminal.
 func (p *Process) Resize(ctx context.Context, s Size) error {
 	return p.call(ctx, func(ctx context.Context, g *guestclient.Client) error {
-		return g.Resize(ctx, p.PID, guestclient.Size{Cols: uint32(s.Cols), Rows: uint32(s.Rows)})
+		return g.Resize(ctx, p.c.pid(), guestclient.Size{Cols: uint32(s.Cols), Rows: uint32(s.Rows)})
 	})
 }
 
@@ -659,7 +672,9 @@ func (p *Process) Signal(ctx context.Context, n int) error {
 	if n < 1 || n > 64 {
 		return kind.Errorf(kind.Invalid, "%d is not a signal", n).WithField("signal")
 	}
-	return p.call(ctx, func(ctx context.Context, g *guestclient.Client) error { return g.Signal(ctx, p.PID, syscall.Signal(n)) })
+	return p.call(ctx, func(ctx context.Context, g *guestclient.Client) error {
+		return g.Signal(ctx, p.c.pid(), syscall.Signal(n))
+	})
 }
 
 // Detach lets go of the command, which runs on. It may be repeated.
@@ -670,6 +685,9 @@ func (p *Process) call(ctx context.Context, do func(context.Context, *guestclien
 	case <-p.c.over:
 		return kind.Errorf(kind.Conflict, "command %s has ended", p.ID)
 	default:
+	}
+	if p.c.pid() == 0 {
+		return kind.Errorf(kind.Unavailable, "command %s is still starting", p.ID)
 	}
 	ctx, cancel := p.c.a.within(ctx)
 	defer cancel()

@@ -164,10 +164,7 @@ func (c *creation) run(ctx context.Context) error {
 	c.m.hook("create.running.done")
 	// Gates open only now: nothing enters before the record says that the
 	// session runs.
-	if !c.a.letIn() {
-		return kind.Wrap(kind.Conflict, errEnding)
-	}
-	return nil
+	return c.a.letIn()
 }
 
 func (c *creation) lease(ctx context.Context) (outcome, error) {

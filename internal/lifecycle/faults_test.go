@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"fmt"
+	"path/filepath"
 	"slices"
 	"strings"
 	"sync"
@@ -11,6 +12,9 @@ import (
 	"time"
 
 	"bivy/internal/audit"
+	"bivy/internal/driver/fake"
+	"bivy/internal/kind"
+	"bivy/internal/leakcheck"
 	"bivy/internal/lifecycle"
 	"bivy/internal/session"
 )
@@ -147,7 +151,11 @@ type killer struct {
 }
 
 func newKiller(point string) *killer {
-	return &killer{point: point, cut: make(chan struct{}), free: make(chan struct{})}
+	return &killer{point: point, f: &faults{}, cut: make(chan struct{}), free: make(chan struct{})}
+}
+
+func (k *killer) launch(w *world) *daemon {
+	return w.launchWith(k.f, func(o *lifecycle.Options) { o.Hook, o.Bounds.Stop = k.hook, 50*time.Millisecond })
 }
 
 // hook is Options.Hook. At the point, nothing of this process reaches the
@@ -172,8 +180,7 @@ func (k *killer) hook(point string) {
 // life is what every kind of work looks like once: it returns when it is done
 // or when the power is cut.
 func (w *world) life(k *killer) (d *daemon, over chan struct{}) {
-	d = w.launch(func(o *lifecycle.Options) { o.Hook, o.Bounds.Stop = k.hook, 50*time.Millisecond })
-	k.f = d.f
+	d = k.launch(w)
 	over = make(chan struct{})
 	go func() {
 		defer close(over)
@@ -278,8 +285,7 @@ func killedAt(t *testing.T, point string, again ...string) {
 	}
 	for _, p := range again {
 		k2 := newKiller(p)
-		dead2 := w.launch(func(o *lifecycle.Options) { o.Hook, o.Bounds.Stop = k2.hook, 50*time.Millisecond })
-		k2.f = dead2.f
+		dead2 := k2.launch(w)
 		defer dead2.stop()
 		defer close(k2.free)
 		<-dead2.Ready()
@@ -366,4 +372,76 @@ func open(t *testing.T, w *world, id session.ID) []string {
 		out = append(out, fmt.Sprint(o.Action, " ", o.Ref))
 	}
 	return out
+}
+
+// A sandbox that dies while its session is created makes the create fail.
+func TestDiesWhileCreating(t *testing.T) {
+	w := newWorld(t)
+	d := w.start()
+	d.driver.Script(fake.Fault{Method: "Start", Mode: fake.Die})
+	s, _, err := d.Create(t.Context(), lifecycle.CreateRequest{Owner: alice})
+	if !kind.Is(err, kind.Unavailable) {
+		t.Errorf("create: %v", err)
+	}
+	if s.State != session.Ended {
+		s = d.awaitState(s.ID, session.Ended)
+	}
+	w.checkEnded(d, s.ID, session.CreateFailed)
+	w.checkNothingLeft()
+}
+
+// Many lives leave nothing: no file, descriptor, process or goroutine.
+func TestManyLivesLeaveNothing(t *testing.T) {
+	w := newWorld(t)
+	d := w.start()
+	life := func() {
+		s, _, err := d.Create(t.Context(), lifecycle.CreateRequest{Owner: alice})
+		if err != nil {
+			t.Errorf("create: %v", err)
+			return
+		}
+		if got, exit := d.run(s.ID, "echo $$ > f; echo out"); got != "out\n" || exit.Code != 0 {
+			t.Errorf("run: %q, %+v", got, exit)
+		}
+		if _, err := d.WriteFile(t.Context(), s.ID, alice, "/g", "", strings.NewReader("x"), 1); err != nil {
+			t.Errorf("write: %v", err)
+		}
+		p, err := d.Start(t.Context(), s.ID, alice, lifecycle.Command{Argv: []string{"sleep", "1000"}})
+		if err != nil {
+			t.Errorf("start: %v", err)
+		} else {
+			p.Detach()
+		}
+		d.end(s.ID)
+	}
+	life() // what is made once is made
+	where := leakcheck.Where{
+		Dirs: []string{filepath.Join(w.dir, "node"), w.host.Dir},
+		// The store's readers are a pool that fills up to its limit.
+		Ignore: func(k leakcheck.Kind, name string) bool {
+			return k == leakcheck.FD && strings.Contains(name, "/store/bivy.db")
+		},
+	}
+	before, err := leakcheck.Take(where)
+	if err != nil {
+		t.Fatal(err)
+	}
+	lives := 40
+	if testing.Short() {
+		lives = 8
+	}
+	var wg sync.WaitGroup
+	for range 4 {
+		wg.Go(func() {
+			for range lives / 4 {
+				life()
+			}
+		})
+	}
+	wg.Wait()
+	grown, err := leakcheck.Settle(t.Context(), where, before, 10*time.Second)
+	if err != nil || len(grown) != 0 {
+		t.Errorf("left behind: %v\n%s", err, grown)
+	}
+	w.checkNothingLeft()
 }

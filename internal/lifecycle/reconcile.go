@@ -119,7 +119,9 @@ func (m *Manager) carryOn(ctx context.Context, a *active, s session.Session, r R
 	if err := m.o.Node.SetDeadline(a.sandbox, s.Deadline); err != nil && !kind.Is(err, kind.NotFound) {
 		return err
 	}
-	a.letIn()
+	if err := a.letIn(); err != nil {
+		return nil // it stopped meanwhile, and its end has begun
+	}
 	for id, c := range p.commands {
 		m.follow(a, id, c)
 	}
@@ -227,6 +229,9 @@ func (m *Manager) heard(x Exited) {
 		if x.Exit.OOM {
 			req.Reason, req.Detail = session.OOM, "the sandbox reached its memory limit and stopped"
 		}
+		if a.diedCreating(req.Detail) {
+			return // the create fails, undoes itself and ends the session
+		}
 		m.beginEnd(a, req, audit.Entry{
 			Action: audit.SandboxExited, Outcome: audit.Failed, Actor: system, Sandbox: a.sandbox,
 			Payload: exitedPayload{Code: x.Exit.Code, Signal: x.Exit.Signal, OOM: x.Exit.OOM},
@@ -234,6 +239,19 @@ func (m *Manager) heard(x Exited) {
 	case x.Deadline:
 		m.beginEnd(a, EndRequest{ID: id, Actor: system, Reason: session.Deadline, Detail: "its time was up"})
 	}
+}
+
+// diedCreating stops a create whose sandbox has stopped; false means that no
+// create is in progress.
+func (a *active) diedCreating(detail string) bool {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if a.stopCreate == nil || a.ending != nil {
+		return false
+	}
+	a.died = kind.Errorf(kind.Unavailable, "%s while it was being started", detail)
+	a.stopCreate(a.died)
+	return true
 }
 
 func stoppedDetail(x Exited) string {
@@ -298,22 +316,28 @@ func (m *Manager) recordJump(by time.Duration) {
 // between two looks before it counts as moved.
 const jumpThreshold = 2 * time.Second
 
-// clockWatch notices that the wall clock was moved, by comparing it with the
-// monotonic one.
+// clockWatch notices that the wall clock was moved, by comparing it with one
+// that only runs. Sleep of the machine counts as a move: nothing here ran
+// meanwhile.
 type clockWatch struct {
-	now  func() time.Time
-	last time.Time
+	wall       func() time.Time
+	runs       func() time.Duration
+	lastWall   time.Time
+	lastPassed time.Duration
 }
 
-func newClockWatch(now func() time.Time) *clockWatch { return &clockWatch{now: now, last: now()} }
+func newClockWatch(wall func() time.Time) *clockWatch {
+	start := time.Now()
+	c := &clockWatch{wall: wall, runs: func() time.Duration { return time.Since(start) }}
+	c.jumped()
+	return c
+}
 
 // jumped returns by how much the wall clock moved beyond the time that passed
 // since the last call.
 func (c *clockWatch) jumped() (time.Duration, bool) {
-	now := c.now()
-	wall := now.Round(0).Sub(c.last.Round(0))
-	passed := now.Sub(c.last)
-	c.last = now
-	by := wall - passed
+	wall, passed := c.wall().Round(0), c.runs() // Round strips the monotonic reading
+	by := wall.Sub(c.lastWall) - (passed - c.lastPassed)
+	c.lastWall, c.lastPassed = wall, passed
 	return by, by > jumpThreshold || by < -jumpThreshold
 }

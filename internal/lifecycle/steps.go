@@ -145,7 +145,7 @@ func (f *flow) one(ctx context.Context, s *step) error {
 	f.timing = append(f.timing, Phase{Name: s.name, Took: took})
 	p := stepPayload{Flow: f.name, Step: s.name, Millis: millis(took), Residual: out.residual, Facts: out.facts}
 	for _, e := range out.entries {
-		e.Actor = f.actor // what a step found is the flow's to tell
+		e.Actor, e.Sandbox = f.actor, f.sandbox // what a step found is the flow's to tell
 		f.owed = append(f.owed, e)
 	}
 	if err != nil {

@@ -259,7 +259,7 @@ type daemon struct {
 	stop   func()
 }
 
-// boot starts a daemon on the machine and waits until it is ready.
+// start starts a daemon on the machine and waits until it is ready.
 func (w *world) start(change ...func(*lifecycle.Options)) *daemon {
 	w.t.Helper()
 	d := w.launch(change...)
@@ -273,7 +273,11 @@ func (w *world) start(change ...func(*lifecycle.Options)) *daemon {
 
 func (w *world) launch(change ...func(*lifecycle.Options)) *daemon {
 	w.t.Helper()
-	f := &faults{}
+	return w.launchWith(&faults{}, change...)
+}
+
+func (w *world) launchWith(f *faults, change ...func(*lifecycle.Options)) *daemon {
+	w.t.Helper()
 	drv := &fake.Driver{Host: w.host}
 	n, err := node.New(node.Options{Dir: filepath.Join(w.dir, "node"), Driver: drv, BootID: w.boot, Tick: 5 * time.Millisecond})
 	if err != nil {
