@@ -11,6 +11,7 @@ import (
 	"bivy/client"
 	"bivy/internal/api"
 	"bivy/internal/auth"
+	"bivy/internal/bench"
 	"bivy/internal/cli"
 	"bivy/internal/config"
 	"bivy/internal/doctor"
@@ -27,6 +28,9 @@ func Engine(v client.Version) cli.Engine {
 			return local(ctx, Options{Config: cfg, Log: log, Version: v})
 		},
 		Doctor: doctor.Examine,
+		Bench: func(ctx context.Context, _ config.Config, b cli.Bench) error {
+			return bench.Run(ctx, bench.Options{Suite: b.Suite, OutDir: b.OutDir, JSON: b.JSON, Stdout: b.Stdout, Stderr: b.Stderr, Version: v})
+		},
 	}
 }
 
