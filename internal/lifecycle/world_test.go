@@ -29,7 +29,7 @@ import (
 
 // world is a machine with its disks: what survives when the daemon dies.
 type world struct {
-	t         *testing.T
+	t         testing.TB
 	dir       string
 	host      *fake.Host
 	store     *sqlite.Store
@@ -38,7 +38,7 @@ type world struct {
 	boot      string
 }
 
-func newWorld(t *testing.T) *world {
+func newWorld(t testing.TB) *world {
 	t.Helper()
 	w := &world{t: t, dir: t.TempDir(), host: &fake.Host{Dir: t.TempDir()}, templates: &templates{leases: map[string]string{}}, signer: audit.GenerateSigner(), boot: "boot-1"}
 	store, err := sqlite.Open(t.Context(), filepath.Join(w.dir, "store"), sqlite.Options{Moment: func() audit.Moment {
@@ -252,7 +252,7 @@ func (s faultyTemplates) Release(ctx context.Context, holder string) error {
 // daemon is one life of the process.
 type daemon struct {
 	*lifecycle.Manager
-	t      *testing.T
+	t      testing.TB
 	w      *world
 	f      *faults
 	driver *fake.Driver
@@ -386,7 +386,7 @@ func (d *daemon) run(id session.ID, line string) (string, lifecycle.CommandExit)
 	return collect(d.t, p)
 }
 
-func collect(t *testing.T, p *lifecycle.Process) (string, lifecycle.CommandExit) {
+func collect(t testing.TB, p *lifecycle.Process) (string, lifecycle.CommandExit) {
 	t.Helper()
 	var out strings.Builder
 	for {
