@@ -11,13 +11,18 @@ package link
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"net"
 	"net/netip"
 	"os"
+	"sync"
 	"sync/atomic"
+	"syscall"
+	"time"
 
 	"golang.org/x/sys/unix"
+	"gvisor.dev/gvisor/pkg/buffer"
 	"gvisor.dev/gvisor/pkg/tcpip"
 	"gvisor.dev/gvisor/pkg/tcpip/adapters/gonet"
 	"gvisor.dev/gvisor/pkg/tcpip/header"
@@ -46,8 +51,11 @@ const nicID = 1
 // Link is the host's end of one wire.
 type Link struct {
 	stack   *stack.Stack
-	fd      int
+	wire    *os.File
+	child   *fdbased.InjectableEndpoint
 	gate    *gate
+	over    chan struct{} // closes when nothing is read from the wire any more
+	buffers sync.Pool     // of *[]byte of MTU: an idle wire holds none
 	closing atomic.Bool
 }
 
@@ -77,32 +85,64 @@ const wireBuffer = 4 << 20
 // Open takes the host's end of a wire, which the Link owns from here on, also
 // when Open fails.
 func Open(hostFD int) (*Link, error) {
-	child, err := fdbased.New(&fdbased.Options{
-		FDs: []int{hostFD},
-		MTU: MTU,
-		// One packet at a time: RecvMMsg would hold a megabyte of buffers for
-		// every idle sandbox.
-		PacketDispatchMode:   fdbased.Readv,
-		ProcessorsPerChannel: 1,
-		IsPacketSocket:       []bool{false},
-		RXChecksumOffload:    true,
-		TXChecksumOffload:    true,
-	})
+	// Injectable: gVisor's own readers never close the event descriptor that
+	// stops them, and hold a thread and their buffers while nothing comes.
+	child, err := fdbased.NewInjectable(hostFD, MTU, stack.CapabilityRXChecksumOffload|stack.CapabilityTXChecksumOffload)
 	if err != nil {
 		unix.Close(hostFD)
 		return nil, fmt.Errorf("link endpoint: %w", err)
 	}
-	l := &Link{fd: hostFD, stack: stack.New(stack.Options{
-		NetworkProtocols:   []stack.NetworkProtocolFactory{ipv4.NewProtocol},
-		TransportProtocols: []stack.TransportProtocolFactory{tcp.NewProtocol},
-		DefaultIPTables:    nil,
-	})}
+	l := &Link{
+		// It is non-blocking by now, so that reading it holds no thread.
+		wire: os.NewFile(uintptr(hostFD), "link host end"), child: child, over: make(chan struct{}),
+		buffers: sync.Pool{New: func() any { b := make([]byte, MTU); return &b }},
+		stack: stack.New(stack.Options{
+			NetworkProtocols:   []stack.NetworkProtocolFactory{ipv4.NewProtocol},
+			TransportProtocols: []stack.TransportProtocolFactory{tcp.NewProtocol},
+			DefaultIPTables:    nil,
+		}),
+	}
 	l.gate = newGate(child)
-	if err := l.configure(); err != nil {
+	raw, err := l.wire.SyscallConn()
+	if err == nil {
+		err = l.configure()
+	}
+	if err != nil {
+		close(l.over)
 		l.Close()
 		return nil, err
 	}
+	go l.receive(raw) // ends when the wire is closed, which Close waits for
 	return l, nil
+}
+
+// receive takes packets from the wire until it ends.
+func (l *Link) receive(raw syscall.RawConn) {
+	defer close(l.over)
+	for {
+		var packet *buffer.View
+		err := raw.Read(func(fd uintptr) bool {
+			b := l.buffers.Get().(*[]byte)
+			defer l.buffers.Put(b)
+			n, err := unix.Read(int(fd), *b)
+			for errors.Is(err, unix.EINTR) {
+				n, err = unix.Read(int(fd), *b)
+			}
+			if errors.Is(err, unix.EAGAIN) {
+				return false
+			}
+			if err == nil && n > 0 {
+				packet = buffer.NewViewWithData((*b)[:n])
+			}
+			return true
+		})
+		if err != nil || packet == nil {
+			return // closed here or there
+		}
+		pkt := stack.NewPacketBuffer(stack.PacketBufferOptions{Payload: buffer.MakeWithView(packet)})
+		l.child.InjectInbound(header.IPv4ProtocolNumber, pkt)
+		pkt.DecRef()
+	}
 }
 
 func (l *Link) configure() error {
@@ -148,7 +188,11 @@ func (l *Link) Close() {
 		return
 	}
 	l.stack.Close()
-	l.gate.child.Attach(nil) // stops the reader, so that the descriptor is ours alone
+	// The descriptor stays until nobody can write to it any more: its number
+	// may be another wire's a moment later. No error is possible on what can
+	// be polled, as Open's SyscallConn has shown.
+	_ = l.wire.SetReadDeadline(time.Unix(1, 0))
+	<-l.over
 	l.stack.Wait()
-	unix.Close(l.fd)
+	_ = l.wire.Close() // nothing is buffered that could be lost
 }

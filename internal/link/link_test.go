@@ -3,6 +3,7 @@ package link
 import (
 	"context"
 	"encoding/binary"
+	"os"
 	"testing"
 	"time"
 
@@ -133,4 +134,37 @@ func FuzzVerdict(f *testing.F) {
 	f.Fuzz(func(t *testing.T, b []byte) {
 		verdict(b[:min(len(b), headBytes)], len(b))
 	})
+}
+
+// TestNothingStaysOpen: a wire takes its descriptors with it.
+func TestNothingStaysOpen(t *testing.T) {
+	count := func() int {
+		t.Helper()
+		entries, err := os.ReadDir("/proc/self/fd")
+		if err != nil {
+			t.Fatal(err)
+		}
+		return len(entries)
+	}
+	life := func() {
+		t.Helper()
+		guest, host, err := Pair()
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer guest.Close()
+		l, err := Open(host)
+		if err != nil {
+			t.Fatal(err)
+		}
+		l.Close()
+	}
+	life() // the poller is made with the first
+	before := count()
+	for range 10 {
+		life()
+	}
+	if after := count(); after != before {
+		t.Errorf("%d descriptors before ten wires, %d after", before, after)
+	}
 }
