@@ -270,8 +270,7 @@ func (h *host) launch(t *testing.T, bin string, args ...string) *server {
 			t.Logf("log of the server:\n%s", s.log)
 		}
 	})
-	if err := s.await(20 * time.Second); err != nil {
-		s.debugDump()
+	if err := s.await(60 * time.Second); err != nil {
 		t.Fatal(err)
 	}
 	return s

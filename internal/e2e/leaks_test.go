@@ -142,7 +142,7 @@ func descriptors(pid int) (map[string]int, error) {
 		if err != nil {
 			continue // closed meanwhile
 		}
-		if i := strings.IndexByte(to, '['); i > 0 && !strings.HasPrefix(to, "/") {
+		if i := strings.IndexByte(to, '['); i > 0 && !strings.HasPrefix(to, "/") && !strings.HasPrefix(to, "anon") {
 			to = to[:i]
 		}
 		kinds[to]++
