@@ -33,6 +33,8 @@ const (
 type child struct {
 	PID   int    `json:"pid"`
 	Birth string `json:"birth"` // start time in the kernel's ticks: a pid alone may be somebody else's
+
+	reaped chan struct{} // closes once it is; nil where another process started it
 }
 
 // startChild runs the agent and waits until it listens.
@@ -51,8 +53,9 @@ func startChild(ctx context.Context, cmd *exec.Cmd, s *sandbox) (*child, error) 
 	if err := cmd.Start(); err != nil {
 		return nil, err
 	}
-	c := &child{PID: cmd.Process.Pid, Birth: birth(cmd.Process.Pid)}
+	c := &child{PID: cmd.Process.Pid, Birth: birth(cmd.Process.Pid), reaped: make(chan struct{})}
 	go func() { // ends with the child, which Destroy ends
+		defer close(c.reaped)
 		err := cmd.Wait()
 		e := driver.Exit{Code: -1}
 		var failed *exec.ExitError
@@ -102,6 +105,9 @@ func (c *child) kill() {
 		// An error means that it died between the two lines.
 		_ = syscall.Kill(c.PID, syscall.SIGKILL)
 		c.await()
+	}
+	if c.reaped != nil {
+		<-c.reaped
 	}
 }
 

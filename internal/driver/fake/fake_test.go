@@ -7,6 +7,7 @@ import (
 	"io"
 	"net"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"testing"
 	"time"
@@ -17,14 +18,23 @@ import (
 	"bivy/internal/guest/guestclient"
 	"bivy/internal/guest/wire"
 	"bivy/internal/kind"
+	"bivy/internal/leakcheck"
 	"bivy/internal/session"
 )
 
 // execIn runs a command through the agent, which may still be starting.
 func execIn(ctx context.Context, d driver.Driver, id session.SandboxID, argv ...string) (string, int, error) {
+	return execAt(ctx, d, id, "", argv...)
+}
+
+func execAt(ctx context.Context, d driver.Driver, id session.SandboxID, dir string, argv ...string) (string, int, error) {
 	c := guestclient.New(guestclient.Config{Dial: func(ctx context.Context) (net.Conn, error) { return d.Dial(ctx, id, wire.Port) }})
 	defer c.Close()
-	p, err := c.Exec(ctx, guestclient.Command{Argv: argv})
+	// The real agent does nothing before it has been bound.
+	if _, err := c.Init(ctx, wire.InitRequest{AccessToken: "test", Timestamp: time.Now()}); err != nil {
+		return "", 0, err
+	}
+	p, err := c.Exec(ctx, guestclient.Command{Argv: argv, Cwd: dir})
 	if err != nil {
 		return "", 0, err
 	}
@@ -73,18 +83,86 @@ func TestContract(t *testing.T) {
 		Bad: func(_ *testing.T, _ session.SandboxID) driver.StartRequest {
 			return driver.StartRequest{ID: "not an id", Image: image}
 		},
-		Leftovers: func(t *testing.T, root string) []string {
-			var left []string
-			entries, err := os.ReadDir(filepath.Join(root, "sandboxes"))
-			if err != nil && !errors.Is(err, os.ErrNotExist) {
-				t.Error(err)
-			}
-			for _, e := range entries {
-				left = append(left, e.Name())
-			}
-			return left
-		},
+		Leftovers: func(t *testing.T, root string) []string { return leftovers(t, filepath.Join(root, "sandboxes")) },
 	})
+}
+
+// The real agent as child processes: they outlive the driver that started
+// them, and another Host on the same directory finds them.
+func TestContractWithTheRealAgent(t *testing.T) {
+	if testing.Short() {
+		t.Skip("it builds bivy-guest")
+	}
+	if os.Getuid() != 0 {
+		t.Skip("bivy-guest changes users, which takes root")
+	}
+	bin := filepath.Join(t.TempDir(), "bivy-guest")
+	build := exec.Command("go", "build", "-o", bin, "bivy/cmd/bivy-guest")
+	build.Env = append(os.Environ(), "CGO_ENABLED=0")
+	if out, err := build.CombinedOutput(); err != nil {
+		t.Fatalf("building bivy-guest: %v\n%s", err, out)
+	}
+	// A Unix socket's path is short, and that of a test's directory is not.
+	dirs := map[string]string{}
+	open := func(t *testing.T, root string) *fake.Driver {
+		if dirs[root] == "" {
+			dir, err := os.MkdirTemp("", "f")
+			if err != nil {
+				t.Fatal(err)
+			}
+			t.Cleanup(func() {
+				if err := os.RemoveAll(dir); err != nil {
+					t.Error(err)
+				}
+			})
+			dirs[root] = dir
+		}
+		return &fake.Driver{Host: &fake.Host{
+			Dir: dirs[root],
+			Program: func(_ driver.StartRequest, dir, socket string) *exec.Cmd {
+				return exec.Command(bin, "-listen", "unix:"+socket, "-run", filepath.Join(dir, "..", "run"), "-user", "root")
+			},
+		}}
+	}
+	drivertest.Run(t, drivertest.Harness{
+		New: func(t *testing.T, root string) driver.Driver { return open(t, root) },
+		Request: func(_ *testing.T, id session.SandboxID) driver.StartRequest {
+			return driver.StartRequest{ID: id, Args: []string{"/agent"}}
+		},
+		Port: wire.Port,
+		Exec: func(ctx context.Context, d driver.Driver, id session.SandboxID, argv ...string) (string, int, error) {
+			dir := filepath.Join(d.(*fake.Driver).Host.Dir, string(id), "root")
+			return execAt(ctx, d, id, dir, argv...)
+		},
+		Stop: func(_ *testing.T, d driver.Driver, id session.SandboxID) {
+			d.(*fake.Driver).Host.Kill(id, 3, 0)
+		},
+		Leftovers: func(t *testing.T, root string) []string { return leftovers(t, dirs[root]) },
+	})
+}
+
+func leftovers(t *testing.T, dir string) []string {
+	t.Helper()
+	var left []string
+	entries, err := os.ReadDir(dir)
+	if err != nil && !errors.Is(err, os.ErrNotExist) {
+		t.Error(err)
+	}
+	for _, e := range entries {
+		left = append(left, e.Name())
+	}
+	// A child that has died is reaped a moment later by whoever started it,
+	// which after a restart is not who destroyed it.
+	grown, err := leakcheck.Settle(context.Background(), leakcheck.Where{Marker: dir, Ignore: func(k leakcheck.Kind, _ string) bool {
+		return k == leakcheck.Goroutine || k == leakcheck.FD
+	}}, leakcheck.Snapshot{}, 2*time.Second)
+	if err != nil {
+		t.Error(err)
+	}
+	for _, c := range grown {
+		left = append(left, string(c.Kind)+" "+c.Name)
+	}
+	return left
 }
 
 func TestZeroValue(t *testing.T) {
