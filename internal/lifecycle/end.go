@@ -227,6 +227,9 @@ func (m *Manager) endSteps(a *active, s *session.Session) []step {
 		{name: "freeze", joined: true, noUndo: never, do: within(m.b.Kill, func(ctx context.Context) (outcome, error) {
 			return gone(m.o.Node.Freeze(ctx, a.sandbox))
 		})},
+		{name: "measure", joined: true, noUndo: never, do: within(measureTime, func(ctx context.Context) (outcome, error) {
+			return m.measure(ctx, a)
+		})},
 		{name: "digest", joined: true, noUndo: never, do: func(ctx context.Context) (outcome, error) {
 			if s.StartedAt.IsZero() {
 				return outcome{facts: map[string]any{"skipped": "the session never ran"}}, nil
@@ -243,6 +246,30 @@ func (m *Manager) endSteps(a *active, s *session.Session) []step {
 			return outcome{}, m.release(ctx, a.id)
 		})},
 	}
+}
+
+// measureTime bounds the last measurement of a sandbox.
+const measureTime = 2 * time.Second
+
+// measure records what the sandbox used in its life, and what it tried to
+// send. A sandbox that is gone took that with it, which is a fact.
+func (m *Manager) measure(ctx context.Context, a *active) (outcome, error) {
+	s, err := m.o.Node.Stats(ctx, a.sandbox)
+	if kind.Is(err, kind.NotFound) || kind.Is(err, kind.Unavailable) {
+		return outcome{facts: map[string]any{"unknown": clip(err.Error(), maxErrorText)}}, nil
+	}
+	if err != nil {
+		return outcome{}, err
+	}
+	out := outcome{facts: map[string]any{
+		"cpu_ms": s.CPU.Milliseconds(), "memory_peak_bytes": s.MemoryPeakBytes, "oom_kills": s.OOMKills,
+	}}
+	if s.OutboundRefused > 0 {
+		out.entries = append(out.entries, audit.Entry{
+			Action: audit.OutboundRefused, Outcome: audit.Refused, Payload: map[string]any{"packets": s.OutboundRefused},
+		})
+	}
+	return out, nil
 }
 
 // gone turns the absence of a sandbox, which is what an end wants, into a fact.

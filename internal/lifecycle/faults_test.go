@@ -24,7 +24,7 @@ import (
 var (
 	createCalls = []string{"Store.Create", "Templates.Lease", "Node.Start", "Node.Bind", "Node.Inspect", "Store.Transition.running"}
 	endCalls    = []string{
-		"Store.Transition.ending", "Node.Shut", "Node.Freeze", "Node.Changes", "Store.Append.step.intent",
+		"Store.Transition.ending", "Node.Shut", "Node.Freeze", "Node.Stats", "Node.Changes", "Store.Append.step.intent",
 		"Node.Destroy", "Node.List", "Templates.Release", "Store.Seal",
 	}
 )

@@ -88,8 +88,8 @@ func TestALife(t *testing.T) {
 		"command.intent", "command.started", "command.ended",
 		"file.intent", "file.read",
 		"session.ending",
-		"step.intent end.shut", "step.intent end.freeze", "step.intent end.digest",
-		"step.done end.shut", "step.done end.freeze", "file.changed", "file.changed", "file.changed", "step.done end.digest",
+		"step.intent end.shut", "step.intent end.freeze", "step.intent end.measure", "step.intent end.digest",
+		"step.done end.shut", "step.done end.freeze", "step.done end.measure", "file.changed", "file.changed", "file.changed", "step.done end.digest",
 		"step.intent end.kill", "step.intent end.dispose", "step.intent end.release",
 		"step.done end.kill", "step.done end.dispose", "step.done end.release",
 		"session.ended",
@@ -568,6 +568,18 @@ func TestOOMOfAProcess(t *testing.T) {
 	if n := w.count(s.ID, audit.OutOfMemory); n != 1 {
 		t.Errorf("told %d times", n)
 	}
+}
+
+func TestOutboundIsTold(t *testing.T) {
+	w := newWorld(t)
+	d := w.start()
+	s := d.create()
+	w.host.Refuse(s.SandboxID(), 17)
+	d.end(s.ID)
+	if e := d.awaitAction(s.ID, audit.OutboundRefused); !strings.Contains(string(e.Payload), `"packets":17`) {
+		t.Errorf("refused: %s", e.Payload)
+	}
+	w.checkEnded(d, s.ID)
 }
 
 func TestDeadline(t *testing.T) {

@@ -223,6 +223,11 @@ func (n faultyNode) Freeze(ctx context.Context, id session.SandboxID) error {
 	return n.f.do("Node.Freeze", func() error { return n.Node.Freeze(ctx, id) })
 }
 
+func (n faultyNode) Stats(ctx context.Context, id session.SandboxID) (st driver.Stats, err error) {
+	err = n.f.do("Node.Stats", func() (err error) { st, err = n.Node.Stats(ctx, id); return err })
+	return st, err
+}
+
 func (n faultyNode) Changes(ctx context.Context, id session.SandboxID, w io.Writer) error {
 	return n.f.do("Node.Changes", func() error { return n.Node.Changes(ctx, id, w) })
 }

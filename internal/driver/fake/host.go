@@ -145,6 +145,17 @@ func (h *Host) OOM(id session.SandboxID, kills int64, fatal bool) {
 	}
 }
 
+// Refuse counts packets that tried to leave a sandbox.
+func (h *Host) Refuse(id session.SandboxID, packets uint64) {
+	s, err := h.get(id)
+	if err != nil {
+		return
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.refused += packets
+}
+
 // Forget makes the in-process agent of a sandbox lose its processes, as if it
 // had been replaced: nobody can say how they ended.
 func (h *Host) Forget(id session.SandboxID) {
