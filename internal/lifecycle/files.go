@@ -169,7 +169,10 @@ func (m *Manager) ReadFile(ctx context.Context, id session.ID, actor session.Pri
 		return nil, FileInfo{}, op.end(audit.FileRead, filePayload{}, err)
 	}
 	info := FileInfo{Path: path, Name: path[strings.LastIndexByte(path, '/')+1:], Type: RegularFile, Size: f.Size, ModTime: f.Modified}
-	return &fileReader{op: op, body: f, sum: newSummer(f)}, info, nil
+	reader := &fileReader{op: op, body: f, sum: newSummer(f)}
+	// A reader that nobody reads must not hold up the end of the session.
+	context.AfterFunc(op.ctx, func() { reader.abandon(context.Cause(op.ctx)) })
+	return reader, info, nil
 }
 
 // fileReader gives a file and records what it gave.
@@ -203,6 +206,20 @@ func (f *fileReader) Read(p []byte) (int, error) {
 func (f *fileReader) Close() error {
 	err := f.end(nil, true)
 	return errors.Join(err, f.body.Close())
+}
+
+// abandon records what was given when the session or the caller is gone. It
+// comes after every other end, too, and then finds nothing to do.
+func (f *fileReader) abandon(cause error) {
+	f.mu.Lock()
+	over := f.over
+	f.mu.Unlock()
+	if over {
+		return
+	}
+	if err := f.end(cause, false); err != nil && !errors.Is(err, cause) {
+		f.op.m.log.Error("recording a file that was not read to its end", "session", f.op.a.id, "error", err)
+	}
 }
 
 func (f *fileReader) end(cause error, partial bool) error {

@@ -359,6 +359,28 @@ func TestFileErrors(t *testing.T) {
 	w.checkEnded(d, s.ID)
 }
 
+func TestUnreadFileDoesNotHoldUpTheEnd(t *testing.T) {
+	w := newWorld(t)
+	d := w.start(func(o *lifecycle.Options) { o.Bounds.Drain = time.Hour })
+	s := d.create()
+	d.run(s.ID, "head -c 3000000 /dev/zero > big")
+	r, _, err := d.ReadFile(t.Context(), s.ID, alice, "/big", "")
+	if err != nil {
+		t.Fatal(err)
+	}
+	d.end(s.ID)
+	if _, err := io.Copy(io.Discard, r); err == nil {
+		t.Error("the file was read to its end after the end of its session")
+	}
+	if err := r.Close(); err != nil {
+		t.Errorf("close: %v", err)
+	}
+	w.checkEnded(d, s.ID)
+	if w.count(s.ID, audit.FileFailed) != 1 || w.count(s.ID, audit.FileRead) != 0 {
+		t.Errorf("the record:\n%s", w.story(s.ID))
+	}
+}
+
 func second[T any](_ T, err error) error { return err }
 
 type errReader struct{ err error }

@@ -226,15 +226,18 @@ func (m *Manager) heard(x Exited) {
 	switch {
 	case x.Stopped:
 		req := EndRequest{ID: id, Actor: system, Reason: session.Crashed, Detail: stoppedDetail(x)}
-		if x.Exit.OOM {
+		switch {
+		case x.Exit.OOM:
 			req.Reason, req.Detail = session.OOM, "the sandbox reached its memory limit and stopped"
+		case x.Exit.PIDs:
+			req.Reason, req.Detail = session.ResourceOut, "the sandbox reached its limit of threads on the host and stopped"
 		}
 		if a.diedCreating(req.Detail) {
 			return // the create fails, undoes itself and ends the session
 		}
 		m.beginEnd(a, req, audit.Entry{
 			Action: audit.SandboxExited, Outcome: audit.Failed, Actor: system, Sandbox: a.sandbox,
-			Payload: exitedPayload{Code: x.Exit.Code, Signal: x.Exit.Signal, OOM: x.Exit.OOM},
+			Payload: exitedPayload{Code: x.Exit.Code, Signal: x.Exit.Signal, OOM: x.Exit.OOM, PIDs: x.Exit.PIDs},
 		})
 	case x.Deadline:
 		m.beginEnd(a, EndRequest{ID: id, Actor: system, Reason: session.Deadline, Detail: "its time was up"})

@@ -41,6 +41,7 @@ type exitedPayload struct {
 	Code   int  `json:"code"`
 	Signal int  `json:"signal,omitempty"`
 	OOM    bool `json:"oom"`
+	PIDs   bool `json:"pids,omitempty"` // the limit of threads was reached
 }
 
 type oomPayload struct {
