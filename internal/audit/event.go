@@ -30,7 +30,7 @@ const (
 	SessionEnded      Action = "session.ended"         // payload: {result, residuals, disposed…}
 	SandboxRelinked   Action = "sandbox.relinked"      // payload: {cause}
 	SandboxRecovered  Action = "sandbox.recovered"     // payload: {relinked}
-	SandboxExited     Action = "sandbox.exited"        // payload: exit, oom
+	SandboxExited     Action = "sandbox.exited"        // payload: exit, oom, pids
 	CommandIntent     Action = "command.intent"        // payload: argv, cwd, user, env names
 	CommandStarted    Action = "command.started"       // payload: {command, pid}
 	CommandEnded      Action = "command.ended"         // payload: {command, exit, signal, ms, stdin, stdout, stderr bytes}

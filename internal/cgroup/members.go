@@ -201,6 +201,18 @@ func (g *Group) Stats() (Stats, error) {
 	return s, errors.Join(errs...)
 }
 
+// PIDsRefused is how often a thread was not made because of the limit; 0 where
+// the kernel does not count it.
+func (g *Group) PIDsRefused() (int64, error) {
+	var errs []error
+	n := g.keyed("pids", "pids.events", "max", &errs)
+	err := errors.Join(errs...)
+	if errors.Is(err, fs.ErrNotExist) {
+		return 0, nil
+	}
+	return n, err
+}
+
 // keyed reads one number of a file of "key value" lines.
 func (g *Group) keyed(controller, file, key string, errs *[]error) int64 {
 	text, err := read(g.dir(controller), file)

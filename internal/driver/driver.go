@@ -115,6 +115,7 @@ type Exit struct {
 	Code   int  // of the first process; -1 when unknown
 	Signal int  // that ended the first process; 0 for none
 	OOM    bool // the host's memory limit was hit in its life
+	PIDs   bool // the host's limit of threads was
 	At     time.Time
 }
 

@@ -111,6 +111,10 @@ func (s *sandbox) watch(pid int, child bool) error {
 		if st, err := s.group.Stats(); err == nil {
 			exit.OOM = st.OOMKills > 0
 		}
+		// A sentry that cannot have a thread does not live on.
+		if n, err := s.group.PIDsRefused(); err == nil {
+			exit.PIDs = n > 0
+		}
 		s.exit = exit
 		close(s.ended)
 		// Whoever talks to a dead guest would wait for ever. In turn: whoever
