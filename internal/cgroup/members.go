@@ -30,6 +30,11 @@ func (g *Group) PlaceTree(pid int) error {
 				continue
 			}
 			placed[p], fresh = true, true
+			// Moving is dear, looking is not: before a move the kernel waits
+			// for everybody who is forking or executing, for milliseconds.
+			if in, err := g.Contains(p); err == nil && in {
+				continue
+			}
 			if err := g.place(p); err != nil {
 				return err
 			}

@@ -174,6 +174,59 @@ func (d *Driver) strays(id session.SandboxID) ([]*process, error) {
 	return found, nil
 }
 
+// placeEarly moves the sentry into its group while it boots, which takes the
+// kernel ten milliseconds that nobody then waits for. It is no more than a
+// head start: what counts is the pass that follows, which finds what was
+// missed. The returned function ends it.
+func (s *sandbox) placeEarly() (stop func()) {
+	over, done := make(chan struct{}), make(chan struct{})
+	go func() { // waited for by stop
+		defer close(done)
+		tick := time.NewTicker(time.Millisecond)
+		defer tick.Stop()
+		for {
+			select {
+			case <-over:
+				return
+			case <-tick.C:
+			}
+			pid, ok := s.born()
+			if !ok {
+				continue
+			}
+			if err := s.group.PlaceTree(pid); err != nil {
+				s.d.log.Debug("placing a sandbox early", "sandbox", s.id, "error", err)
+			}
+			return
+		}
+	}()
+	return func() { close(over); <-done }
+}
+
+// born finds the sentry among this process's children, once it executes.
+func (s *sandbox) born() (pid int, ok bool) {
+	children, err := filepath.Glob("/proc/self/task/*/children")
+	if err != nil {
+		return 0, false
+	}
+	for _, file := range children {
+		b, err := os.ReadFile(file)
+		if err != nil {
+			continue // of a thread that ended meanwhile
+		}
+		for _, f := range strings.Fields(string(b)) {
+			pid, err := strconv.Atoi(f)
+			if err != nil {
+				continue
+			}
+			if id, ok := s.d.owner(pid); ok && id == s.id {
+				return pid, true
+			}
+		}
+	}
+	return 0, false
+}
+
 // scan lists the sentries of this root, by pid.
 func (d *Driver) scan() (map[int]session.SandboxID, error) {
 	entries, err := os.ReadDir("/proc")

@@ -138,6 +138,7 @@ func (s *sandbox) start(ctx context.Context, snapshot string) (driver.Handle, er
 	}
 	var c *container.Container
 	err := s.orKill(ctx, func() (err error) {
+		defer s.placeEarly()()
 		c, err = container.New(s.d.conf, container.Args{ID: string(s.id), Spec: oci, BundleDir: bundle})
 		return err
 	})

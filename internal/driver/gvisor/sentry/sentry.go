@@ -13,6 +13,8 @@ import (
 	"runtime"
 	"runtime/debug"
 	"slices"
+	"strconv"
+	"strings"
 	"time"
 	_ "unsafe" // for go:linkname
 
@@ -49,6 +51,7 @@ func Main() {
 			os.Exit(128)
 		}
 		os.Args = args
+		spareProcessors(args)
 	}
 	UsePrecompiled()
 	const internal = "internal use only"
@@ -75,6 +78,35 @@ func bootFast() {
 		debug.FreeOSMemory()
 	}()
 }
+
+// spareProcessors keeps a restore from raising GOMAXPROCS by the number of its
+// readers, 128: the runtime gives each processor 18 KiB that it never takes
+// back, and stops the world twice to make and to retire them. A snapshot of a
+// few megabytes gains nothing from so many.
+//
+// gVisor adds them to a count of temporary processors. That begins at minus
+// the same number here, which no call can bring below zero again: sums that
+// are not positive change nothing, and the first queue of readers brings it to
+// zero, where it belongs. Until then nobody else sets GOMAXPROCS, so it is set
+// here.
+func spareProcessors(args []string) {
+	n := runtime.NumCPU()
+	for _, a := range args {
+		if v, ok := strings.CutPrefix(a, "--cpu-num="); ok {
+			if limit, err := strconv.Atoi(v); err == nil && limit > 0 {
+				n = limit
+			}
+		}
+	}
+	temporaryProcessors = -readers
+	runtime.GOMAXPROCS(n)
+}
+
+// readers of a page file, as gVisor's stateio package has it.
+const readers = 128
+
+//go:linkname temporaryProcessors gvisor.dev/gvisor/pkg/gomaxprocs.temp
+var temporaryProcessors int
 
 // precompiledPrograms is the table that gVisor fills from generated code in
 // its own build and leaves empty in the Go module. There is no exported way
