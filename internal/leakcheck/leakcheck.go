@@ -41,7 +41,8 @@ const (
 // Where says what belongs to the work that is checked. The zero value looks
 // at this process and its descendants only.
 type Where struct {
-	// Dirs are looked through for files, and for mounts and sockets in them.
+	// Dirs are looked through for files, and for mounts and sockets in them,
+	// and for processes that work in them.
 	Dirs []string
 	// CgroupPrefix begins the names of the cgroups that count; empty: none.
 	CgroupPrefix string
@@ -257,7 +258,11 @@ func processes(w Where, s Snapshot) error {
 			return err
 		}
 		line := strings.TrimSpace(strings.ReplaceAll(string(cmdline), "\x00", " "))
-		if !below && (pid == me || !w.marked(line)) {
+		cwd, err := os.Readlink(filepath.Join(w.Proc, strconv.Itoa(pid), "cwd"))
+		if err != nil && !gone(err) {
+			return err
+		}
+		if !below && (pid == me || (!w.marked(line) && !w.inDirs(strings.TrimSuffix(cwd, " (deleted)")))) {
 			continue
 		}
 		if p.state == "Z" {

@@ -6,7 +6,9 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"strconv"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 )
@@ -74,6 +76,29 @@ func TestFindsEachKind(t *testing.T) {
 				t.Errorf("nothing grew from nothing: %v", err)
 			}
 		})
+	}
+}
+
+func TestFindsOrphansByTheirDirectory(t *testing.T) {
+	dir := t.TempDir()
+	w := Where{Dirs: []string{dir}}
+	before, err := Take(w)
+	must(t, err)
+	// The shell ends at once, and its child belongs to nobody here any more.
+	cmd := exec.Command("sh", "-c", "sleep 1000 >/dev/null 2>&1 & echo $!")
+	cmd.Dir = dir
+	out, err := cmd.Output()
+	must(t, err)
+	after, err := Take(w)
+	must(t, err)
+	if d := Compare(before, after).Grown(); len(d) != 1 || d[0].Kind != Process || !strings.Contains(d[0].Name, "sleep 1000") {
+		t.Errorf("found:\n%s", d)
+	}
+	pid, err := strconv.Atoi(strings.TrimSpace(string(out)))
+	must(t, err)
+	must(t, syscall.Kill(pid, syscall.SIGKILL))
+	if left, err := Settle(t.Context(), w, before, 10*time.Second); err != nil || len(left) != 0 {
+		t.Errorf("after it was killed: %v\n%s", err, left)
 	}
 }
 

@@ -84,14 +84,19 @@ func startChild(ctx context.Context, cmd *exec.Cmd, s *sandbox) (*child, error) 
 	}
 }
 
-// birth returns the start time of a process, empty when there is none.
-func birth(pid int) string {
+// statFields returns the fields of /proc/PID/stat behind the name, which may
+// contain anything; nil when there is no such process.
+func statFields(pid int) []string {
 	b, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
 	if err != nil {
-		return ""
+		return nil
 	}
-	// Fields are counted from behind the name, which may contain anything.
-	fields := strings.Fields(string(b[bytes.LastIndexByte(b, ')')+1:]))
+	return strings.Fields(string(b[bytes.LastIndexByte(b, ')')+1:]))
+}
+
+// birth returns the start time of a living process, empty when there is none.
+func birth(pid int) string {
+	fields := statFields(pid)
 	if len(fields) < 20 || fields[0] == "Z" {
 		return ""
 	}
@@ -100,15 +105,65 @@ func birth(pid int) string {
 
 func (c *child) alive() bool { return c.Birth != "" && birth(c.PID) == c.Birth }
 
+// kill ends the agent and everything below it. The agent adopts what its
+// children leave behind, so as long as it is there, all of the sandbox is below
+// it; it is stopped first, so that nothing new comes.
 func (c *child) kill() {
 	if c.alive() {
-		// An error means that it died between the two lines.
-		_ = syscall.Kill(c.PID, syscall.SIGKILL)
-		c.await()
+		// Errors mean that it died between two lines.
+		_ = syscall.Kill(c.PID, syscall.SIGSTOP)
+		for range 1000 {
+			below := descendants(c.PID)
+			if len(below) == 0 {
+				break
+			}
+			for _, pid := range below {
+				(&child{PID: pid, Birth: birth(pid)}).end()
+			}
+		}
+		c.end()
 	}
 	if c.reaped != nil {
 		<-c.reaped
 	}
+}
+
+// end kills one process and waits until it is dead.
+func (c *child) end() {
+	if c.alive() {
+		_ = syscall.Kill(c.PID, syscall.SIGKILL)
+		c.await()
+	}
+}
+
+// descendants returns the living processes below one.
+func descendants(top int) []int {
+	entries, err := os.ReadDir("/proc")
+	if err != nil {
+		return nil
+	}
+	parent := map[int]int{}
+	for _, e := range entries {
+		pid, err := strconv.Atoi(e.Name())
+		if err != nil {
+			continue
+		}
+		if f := statFields(pid); len(f) > 1 {
+			if parent[pid], err = strconv.Atoi(f[1]); err != nil {
+				delete(parent, pid)
+			}
+		}
+	}
+	var below []int
+	for pid := range parent {
+		for at, hops := parent[pid], 0; at > 1 && hops < 64; at, hops = parent[at], hops+1 {
+			if at == top && birth(pid) != "" {
+				below = append(below, pid)
+				break
+			}
+		}
+	}
+	return below
 }
 
 // await returns when the process is dead.
@@ -137,7 +192,24 @@ func (c *child) watch(n *exitNote) {
 	}()
 }
 
-// marked returns the processes of a sandbox.
+// signalAll sends a signal to every process of the sandbox.
+func signalAll(s *sandbox, sig syscall.Signal) error {
+	pids, err := marked(s.ID)
+	if err != nil {
+		return err
+	}
+	if s.Child != nil {
+		pids = append(append(pids, s.Child.PID), descendants(s.Child.PID)...)
+	}
+	for _, pid := range pids {
+		if err := syscall.Kill(pid, sig); err != nil && !errors.Is(err, syscall.ESRCH) {
+			return err
+		}
+	}
+	return nil
+}
+
+// marked returns the processes that carry a sandbox's mark.
 func marked(id session.SandboxID) ([]int, error) {
 	entries, err := os.ReadDir("/proc")
 	if err != nil {
@@ -164,20 +236,6 @@ func marked(id session.SandboxID) ([]int, error) {
 	return pids, nil
 }
 
-// signalMarked sends a signal to every process of the sandbox.
-func signalMarked(s *sandbox, sig syscall.Signal) error {
-	pids, err := marked(s.ID)
-	if err != nil {
-		return err
-	}
-	for _, pid := range pids {
-		if err := syscall.Kill(pid, sig); err != nil && !errors.Is(err, syscall.ESRCH) {
-			return err
-		}
-	}
-	return nil
-}
-
 // killMarked kills until no process of the sandbox is left: a process may
 // fork while it is looked for.
 func killMarked(id session.SandboxID) {
@@ -187,8 +245,7 @@ func killMarked(id session.SandboxID) {
 			return
 		}
 		for _, pid := range pids {
-			c := &child{PID: pid, Birth: birth(pid)}
-			c.kill()
+			(&child{PID: pid, Birth: birth(pid)}).end()
 		}
 	}
 }

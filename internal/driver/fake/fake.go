@@ -183,7 +183,7 @@ func (d *Driver) Pause(ctx context.Context, id session.SandboxID) error {
 				s.paused = make(chan struct{})
 			}
 			s.mu.Unlock()
-			return signalMarked(s, stopSignal)
+			return signalAll(s, stopSignal)
 		})
 	})
 }
@@ -192,7 +192,7 @@ func (d *Driver) Pause(ctx context.Context, id session.SandboxID) error {
 func (d *Driver) Resume(ctx context.Context, id session.SandboxID) error {
 	return d.play(ctx, "Resume", id, func(ctx context.Context) error {
 		return d.with(ctx, id, func(s *sandbox) error {
-			err := signalMarked(s, contSignal)
+			err := signalAll(s, contSignal)
 			s.resume()
 			return err
 		})

@@ -153,8 +153,8 @@ func leftovers(t *testing.T, dir string) []string {
 	}
 	// A child that has died is reaped a moment later by whoever started it,
 	// which after a restart is not who destroyed it.
-	grown, err := leakcheck.Settle(context.Background(), leakcheck.Where{Marker: dir, Ignore: func(k leakcheck.Kind, _ string) bool {
-		return k == leakcheck.Goroutine || k == leakcheck.FD
+	grown, err := leakcheck.Settle(context.Background(), leakcheck.Where{Marker: dir, Dirs: []string{dir}, Ignore: func(k leakcheck.Kind, _ string) bool {
+		return k == leakcheck.Goroutine || k == leakcheck.FD || k == leakcheck.File
 	}}, leakcheck.Snapshot{}, 2*time.Second)
 	if err != nil {
 		t.Error(err)
