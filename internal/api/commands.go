@@ -25,7 +25,6 @@ func startCommand(c *call) error {
 	if t, _, err := mime.ParseMediaType(c.req.Header.Get("Content-Type")); err == nil && t == client.StreamType {
 		frames, err = c.firstFrame(&in)
 		if err != nil {
-			c.abandonBody()
 			return err
 		}
 	} else if err := c.decode(&in); err != nil {
@@ -33,9 +32,6 @@ func startCommand(c *call) error {
 	}
 	p, err := c.startProcess(in, typ, frames != nil)
 	if err != nil {
-		if frames != nil {
-			c.abandonBody()
-		}
 		return err
 	}
 	defer p.Detach()

@@ -10,6 +10,7 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	"bivy/client"
 	"bivy/internal/api"
@@ -200,6 +201,37 @@ func TestRudeStream(t *testing.T) {
 			b, err := io.ReadAll(conn)
 			if bytes.HasSuffix(b, []byte("0\r\n\r\n")) {
 				t.Errorf("the stream ended as if all were well: %q, %v", b, err)
+			}
+		})
+	}
+}
+
+// TestRefusedBeforeTheBody: a caller that waits for the answer before it sends
+// its stream is told no at once, whatever the reason.
+func TestRefusedBeforeTheBody(t *testing.T) {
+	s := serve(t)
+	for name, c := range map[string]struct{ path, key, want string }{
+		"no such session": {"/v1/sessions/aaaaaaaaaaaaaaaaaaaa/commands", apitest.AdminSecret, "404"},
+		"no such path":    {"/v1/nothing", apitest.AdminSecret, "404"},
+		"unknown caller":  {"/v1/sessions/aaaaaaaaaaaaaaaaaaaa/commands", "nobody", "401"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			conn, err := net.Dial("tcp", strings.TrimPrefix(s.url, "http://"))
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer conn.Close()
+			if err := conn.SetDeadline(time.Now().Add(4 * time.Second)); err != nil {
+				t.Fatal(err)
+			}
+			req := "POST " + c.path + " HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer " + c.key +
+				"\r\nContent-Type: " + client.StreamType + "\r\nAccept: " + client.StreamType + "\r\nTransfer-Encoding: chunked\r\n\r\n"
+			if _, err := conn.Write([]byte(req)); err != nil {
+				t.Fatal(err)
+			}
+			line, err := bufio.NewReader(conn).ReadString('\n')
+			if err != nil || !strings.Contains(line, c.want) {
+				t.Errorf("answered %q, %v; want %s", line, err, c.want)
 			}
 		})
 	}

@@ -5,8 +5,10 @@ import (
 	"encoding/json"
 	"errors"
 	"io"
+	"mime"
 	"net/http"
 	"strings"
+	"time"
 	"unicode/utf8"
 
 	"bivy/client"
@@ -93,12 +95,29 @@ func (h *Handler) fail(w *response, req *http.Request, err error) {
 	if w.status != 0 {
 		panic(http.ErrAbortHandler)
 	}
+	stopReading(w, req)
 	e := wireError(err, w.request)
 	k := kind.Of(err)
 	if k == kind.Unavailable {
 		w.Header().Set("Retry-After", "1")
 	}
 	h.failStatus(w, statusOf(k), e)
+}
+
+// stopReading lets a refusal out although its request's body may never end:
+// the HTTP server reads on before it answers, for ever where it is let, and a
+// caller whose body is a stream sends nothing before it has heard.
+func stopReading(w *response, req *http.Request) {
+	if req.ContentLength == 0 {
+		return
+	}
+	// Neither is possible on every kind of connection, and where not there is
+	// nothing to wait for.
+	ctl := http.NewResponseController(w)
+	if t, _, err := mime.ParseMediaType(req.Header.Get("Content-Type")); err == nil && t == client.StreamType {
+		_ = ctl.EnableFullDuplex()
+	}
+	_ = ctl.SetReadDeadline(time.Now().Add(lingerTime))
 }
 
 // logInternal writes down what callers are not told.
