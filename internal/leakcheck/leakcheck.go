@@ -42,9 +42,10 @@ const (
 // at this process and its descendants only.
 type Where struct {
 	// Dirs are looked through for files, and for mounts and sockets in them,
-	// and for processes that work in them.
+	// and for processes that work in them or run a file of theirs.
 	Dirs []string
-	// CgroupPrefix begins the names of the cgroups that count; empty: none.
+	// CgroupPrefix begins the names of the cgroups that count, with all that
+	// is in them; empty: none.
 	CgroupPrefix string
 	// Marker is in the command line of processes, in the names of sockets and
 	// in the paths of mounts that count although they are not below this
@@ -262,7 +263,7 @@ func processes(w Where, s Snapshot) error {
 		if err != nil && !gone(err) {
 			return err
 		}
-		if !below && (pid == me || (!w.marked(line) && !w.inDirs(strings.TrimSuffix(cwd, " (deleted)")))) {
+		if !below && (pid == me || (!w.marked(line) && !w.inDirs(strings.TrimSuffix(cwd, " (deleted)")) && !w.holds(pid))) {
 			continue
 		}
 		if p.state == "Z" {
@@ -271,6 +272,17 @@ func processes(w Where, s Snapshot) error {
 		s.add(w, Process, fmt.Sprintf("%d %.200s", pid, line))
 	}
 	return nil
+}
+
+// holds reports whether a process runs a file below Dirs or is in one of the
+// cgroups that count, which tells of one that says nothing of itself.
+func (w Where) holds(pid int) bool {
+	dir := filepath.Join(w.Proc, strconv.Itoa(pid))
+	if exe, err := os.Readlink(filepath.Join(dir, "exe")); err == nil && w.inDirs(strings.TrimSuffix(exe, " (deleted)")) {
+		return true
+	}
+	groups, err := os.ReadFile(filepath.Join(dir, "cgroup"))
+	return err == nil && w.CgroupPrefix != "" && strings.Contains(string(groups), "/"+w.CgroupPrefix)
 }
 
 func cgroups(w Where, s Snapshot) error {
@@ -287,7 +299,7 @@ func cgroups(w Where, s Snapshot) error {
 		if !e.IsDir() {
 			return nil
 		}
-		if strings.HasPrefix(e.Name(), w.CgroupPrefix) {
+		if strings.Contains(strings.TrimPrefix(path, w.Cgroups), "/"+w.CgroupPrefix) {
 			s.add(w, Cgroup, path)
 		}
 		return nil

@@ -102,6 +102,39 @@ func TestFindsOrphansByTheirDirectory(t *testing.T) {
 	}
 }
 
+// TestFindsWhatIsInside: what is below a cgroup that counts counts too, and so
+// does a process that runs a file of a directory, whoever its parent is.
+func TestFindsWhatIsInside(t *testing.T) {
+	dir, cg := t.TempDir(), t.TempDir()
+	must(t, os.MkdirAll(filepath.Join(cg, "memory", "bivy-x"), 0o755))
+	w := Where{Dirs: []string{dir}, CgroupPrefix: "bivy-", Cgroups: cg}
+	sleep, err := exec.LookPath("sleep")
+	must(t, err)
+	program, err := os.ReadFile(sleep)
+	must(t, err)
+	copied := filepath.Join(dir, "program")
+	must(t, os.WriteFile(copied, program, 0o700))
+	before, err := Take(w)
+	must(t, err)
+	must(t, os.Mkdir(filepath.Join(cg, "memory", "bivy-x", "inside"), 0o755))
+	cmd := exec.Command("sh", "-c", "cd / && exec 3>&1 && ("+copied+" 1000 >/dev/null 2>&1 3>&- & echo $! >&3)")
+	out, err := cmd.Output()
+	must(t, err)
+	pid, err := strconv.Atoi(strings.TrimSpace(string(out)))
+	must(t, err)
+	defer func() { must(t, syscall.Kill(pid, syscall.SIGKILL)) }()
+	after, err := Take(w)
+	must(t, err)
+	grown := Compare(before, after).Grown()
+	kinds := map[Kind]int{}
+	for _, c := range grown {
+		kinds[c.Kind]++
+	}
+	if len(grown) != 2 || kinds[Process] != 1 || kinds[Cgroup] != 1 {
+		t.Errorf("found:\n%s", grown)
+	}
+}
+
 func must(t *testing.T, err error) {
 	t.Helper()
 	if err != nil {
