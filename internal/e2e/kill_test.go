@@ -6,6 +6,8 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"regexp"
+	"slices"
 	"strconv"
 	"strings"
 	"syscall"
@@ -14,6 +16,7 @@ import (
 
 	"bivy/client"
 	"bivy/internal/audit"
+	"bivy/internal/leakcheck"
 )
 
 // bystander is a session that lives through other people's crashes.
@@ -229,26 +232,23 @@ func settled(t *testing.T, s *server, tag string) []client.SessionInfo {
 	return all
 }
 
+// sandboxFile matches the paths of files that are of one sandbox or session.
+var sandboxFile = regexp.MustCompile(`/(runsc-)?[a-z0-9]{20}(-[0-9]+)?([./_]|$)`)
+
 // onlyOf checks that the host has exactly the sandboxes of these sessions.
 func (s *server) onlyOf(t *testing.T, ids ...string) {
 	t.Helper()
 	eventually(t, 15*time.Second, func() error {
-		got, err := s.h.inventory()
+		found, err := leakcheck.Take(s.h.where())
 		if err != nil {
 			return err
 		}
-		for line := range got {
-			known := false
-			for _, id := range ids {
-				known = known || strings.Contains(line, id)
-			}
-			switch {
-			case known, strings.HasPrefix(line, "process "), strings.HasPrefix(line, "file "+s.h.data+"/bin"), strings.HasPrefix(line, "file "+s.h.data+"/templates"):
-			case strings.HasPrefix(line, "mount ") && strings.Contains(line, " "+s.h.data+" "): // a disk of the test's own
-			case strings.HasPrefix(line, "cgroup "), strings.HasPrefix(line, "mount "), strings.HasPrefix(line, "socket "):
-				return fmt.Errorf("left behind: %s", line)
-			case strings.Contains(line, "-1.") || strings.Contains(line, "-1/") || strings.HasSuffix(line, "-1"):
-				return fmt.Errorf("left behind: %s", line)
+		for kind, names := range found {
+			for name := range names {
+				ofSession := kind != leakcheck.Process && (kind != leakcheck.File || sandboxFile.MatchString(name))
+				if ofSession && !slices.ContainsFunc(ids, func(id string) bool { return strings.Contains(name, id) }) {
+					return fmt.Errorf("left behind: %s %s", kind, name)
+				}
 			}
 		}
 		sentries := 0
