@@ -8,6 +8,7 @@ import (
 	"io"
 	"net/http"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"time"
 	"unicode/utf8"
@@ -97,7 +98,7 @@ type Process struct {
 	cancel  context.CancelFunc
 	finish  func() error
 	once    sync.Once
-	ended   bool
+	ended   atomic.Bool
 }
 
 // Exec starts cmd and returns once it runs. ctx governs the subscription: when
@@ -181,12 +182,12 @@ func (p *Process) started() (*Process, error) {
 // process may still run and can be attached to.
 func (p *Process) Next() (Event, error) {
 	for {
-		if p.ended {
+		if p.ended.Load() {
 			return Event{}, io.EOF
 		}
 		event, err := p.receive()
 		if wire.IsTimeout(err) {
-			p.ended = true
+			p.ended.Store(true)
 			return Event{Kind: End, Exit: Exit{Code: -1, Signal: int(syscall.SIGKILL), Status: wire.SignalStatus(int(syscall.SIGKILL), false), TimedOut: true}}, nil
 		}
 		if err != nil {
@@ -206,7 +207,7 @@ func (p *Process) Next() (Event, error) {
 				return Event{Kind: Terminal, Data: out.Pty}, nil
 			}
 		case *pb.ProcessEvent_End:
-			p.ended = true
+			p.ended.Store(true)
 			return Event{Kind: End, Exit: Exit{
 				Code:   int(e.End.GetExitCode()),
 				Signal: wire.StatusSignal(e.End.GetStatus()),
@@ -217,15 +218,26 @@ func (p *Process) Next() (Event, error) {
 	}
 }
 
+// endTime is how long the end of a stream may come after its End.
+const endTime = time.Second
+
 // Close ends the subscription. The process goes on; Signal can end it.
 func (p *Process) Close() error {
 	var err error
 	p.once.Do(func() {
-		// First the context, so that closing does not wait for more output.
-		p.cancel()
+		if p.ended.Load() {
+			// Nothing comes but the end of the stream, and the connection of a
+			// stream that was read whole is used again. The guest may be slow,
+			// or hostile.
+			defer time.AfterFunc(endTime, p.cancel).Stop()
+		} else {
+			// First the context, so that closing does not wait for more output.
+			p.cancel()
+		}
 		if e := p.finish(); e != nil && !isGone(e) {
 			err = mapError(p.what, e)
 		}
+		p.cancel()
 	})
 	return err
 }
