@@ -68,10 +68,11 @@ type bench struct {
 	dir     string // removed at the end
 	host    Host
 	groups  *groups
-	server  *server // nil: none runs
-	data    string  // of every server here: the base template is built once
-	until   time.Time
-	skipped []string // comparators that are not there, with the reason
+	server  *server       // nil: none runs
+	data    string        // of every server here: the base template is built once
+	limit   time.Duration // of the suite
+	until   time.Time     // when it is over
+	skipped []string      // comparators that are not there, with the reason
 }
 
 // Run measures, prints and writes figures. It fails with Exhausted when a
@@ -159,7 +160,8 @@ func (b *bench) measure(ctx context.Context, chosen []suite, budgets []Budget) (
 		r := Report{Suite: s.name, At: time.Now().UTC(), Host: b.host}
 		r.Host.LoadBefore = loadAverage()
 		b.say("%s: starting, load average %.1f on %d CPUs", s.name, r.Host.LoadBefore, runtime.NumCPU())
-		b.until = time.Now().Add(s.limit)
+		b.limit = s.limit
+		b.begin()
 		idle := startOthers(b)
 		figures, err := s.run(ctx, b)
 		if err != nil {
@@ -188,6 +190,9 @@ func (b *bench) measure(ctx context.Context, chosen []suite, budgets []Budget) (
 	}
 	return missed, nil
 }
+
+// begin starts the suite's time, anew once everything is set up.
+func (b *bench) begin() { b.until = time.Now().Add(b.limit) }
 
 // skip notes that a comparator is not there.
 func (b *bench) skip(name string, err error) {

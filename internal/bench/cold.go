@@ -53,7 +53,7 @@ func cold(ctx context.Context, b *bench) ([]Figure, error) {
 	if err != nil {
 		return nil, err
 	}
-	b.until = time.Now().Add(suites()[0].limit) // setting up does not count
+	b.begin()
 	if err := b.rounds(ctx, samples, append([]*contestant{restore, boot, commandLine}, others...)...); err != nil {
 		return nil, err
 	}

@@ -55,10 +55,9 @@ func memory(ctx context.Context, b *bench) ([]Figure, error) {
 	if err := pause(ctx, settleTime); err != nil {
 		return nil, err
 	}
-	smaps := fmt.Sprintf("/proc/%d/smaps_rollup", s.cmd.Process.Pid)
 	figures = append(figures,
-		single(daemonName, "MiB", round(mib(kib(smaps, "Pss")))),
-		single("server, idle, without sessions: private", "MiB", round(mib(kib(smaps, "Private_Clean")+kib(smaps, "Private_Dirty")))),
+		single(daemonName, "MiB", round(mib(kib(rollup(s.cmd.Process.Pid), "Pss")))),
+		single("server, idle, without sessions: private", "MiB", round(mib(private(s.cmd.Process.Pid)))),
 		single("server, from start to taking work", "ms", round(ms(s.ready))))
 	// One life first: what the first costs once is not what each costs.
 	if _, _, err := s.life(ctx, client.CreateSession{}, []string{"/bin/true"}, nil); err != nil {
@@ -92,9 +91,17 @@ func fileSizes() ([]Figure, error) {
 	}, nil
 }
 
+func rollup(pid int) string { return fmt.Sprintf("/proc/%d/smaps_rollup", pid) }
+
+// private is the memory of a process that it shares with nobody.
+func private(pid int) int64 {
+	return kib(rollup(pid), "Private_Clean") + kib(rollup(pid), "Private_Dirty")
+}
+
 // held is what the server and its sandboxes hold at one moment.
 type held struct {
 	server, boxes memoryUse
+	private       int64 // of the server's process alone
 	available     int64 // on the whole machine
 }
 
@@ -102,7 +109,7 @@ func (b *bench) held(s *server) held {
 	dir, v := b.groups.dir("memory", ""), b.groups.host.Version
 	return held{
 		server: memoryOf(filepath.Join(dir, "server"), v), boxes: memoryOf(filepath.Join(filepath.Dir(dir), s.parent), v),
-		available: meminfo("MemAvailable"),
+		available: meminfo("MemAvailable"), private: private(s.cmd.Process.Pid),
 	}
 }
 
@@ -147,13 +154,12 @@ func (b *bench) idle(ctx context.Context, s *server) ([]Figure, error) {
 	budgeted.N, budgeted.Note = idleSandboxes, "by cgroups: all that server and sandboxes grew by, less the guests' memory files"
 	all := single("host memory of an idle sandbox, all of it, by cgroups", "MiB", per(total))
 	machine := single("host memory of an idle sandbox, all of it, by MemAvailable", "MiB", per(before.available-after.available))
-	server := single("server's growth for an idle sandbox", "MiB", per(after.server.anonymous-before.server.anonymous))
+	server := single("server's growth for an idle sandbox", "MiB", per(after.private-before.private))
 	kernel := single("kernel's memory for an idle sandbox", "MiB", per(after.server.kernel+after.boxes.kernel-before.server.kernel-before.boxes.kernel))
 	for _, f := range []*Figure{&all, &machine, &server, &kernel} {
 		f.N = idleSandboxes
 	}
 	machine.Note = "of the whole machine, whoever else was at work"
-	server.Note = "anonymous memory charged to the server's group; sentries begin there"
 	seen, err := seenInside(ctx, sessions[0])
 	if err != nil {
 		return nil, err
