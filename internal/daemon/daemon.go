@@ -170,6 +170,10 @@ func getenv(name string) string {
 	return value
 }
 
+// sweepPatience bounds the removal of sandboxes that an earlier process booted
+// for snapshots.
+const sweepPatience = 30 * time.Second
+
 func (d *Daemon) openGVisor() (*templates, error) {
 	payload, err := bundle.Load()
 	if err != nil {
@@ -196,7 +200,13 @@ func (d *Daemon) openGVisor() (*templates, error) {
 		return nil, err
 	}
 	d.closers = append(d.closers, builder.Close)
-	return newTemplates(d.images, builder, payload.Build, d.log), nil
+	t := newTemplates(d.images, builder, payload.Build, d.log)
+	ctx, cancel := context.WithTimeout(context.Background(), sweepPatience)
+	defer cancel()
+	if err := t.snapshots.Recover(ctx); err != nil {
+		return nil, fmt.Errorf("half-made snapshots of an earlier process: %w", err)
+	}
+	return t, nil
 }
 
 // cgroup names the parent of this daemon's groups: plain for the usual

@@ -119,6 +119,14 @@ func (m *Maker) make(ctx context.Context, req Request, dir, key string) (err err
 	if err := os.MkdirAll(req.Dir, 0o700); err != nil {
 		return err
 	}
+	// What a killed process left: nothing else makes one here, see mu.
+	left, err := filepath.Glob(filepath.Join(req.Dir, ".making-*"))
+	for _, dir := range left {
+		err = errors.Join(err, os.RemoveAll(dir))
+	}
+	if err != nil {
+		return err
+	}
 	work, err := os.MkdirTemp(req.Dir, ".making-*")
 	if err != nil {
 		return err
@@ -226,8 +234,11 @@ func (m *Maker) check(dir, key string) error {
 		return err
 	}
 	var man manifest
-	if err := json.Unmarshal(b, &man); err != nil || man.Version != formatVersion || man.Key != key || len(man.Files) == 0 {
-		return fmt.Errorf("snapshot manifest %s: version %d, key %s: %w", dir, man.Version, man.Key, err)
+	if err := json.Unmarshal(b, &man); err != nil {
+		return fmt.Errorf("snapshot manifest %s: %w", dir, err)
+	}
+	if man.Version != formatVersion || man.Key != key || len(man.Files) == 0 {
+		return fmt.Errorf("snapshot manifest %s: version %d, key %s, %d files", dir, man.Version, man.Key, len(man.Files))
 	}
 	if m.checked[dir] {
 		return sizes(dir, man.Files)
@@ -255,8 +266,12 @@ func (m *Maker) note(dir string) {
 
 func sizes(dir string, files map[string]file) error {
 	for name, want := range files {
-		if info, err := os.Stat(filepath.Join(dir, name)); err != nil || info.Size() != want.Size {
-			return fmt.Errorf("snapshot file %s is gone or cut: %w", filepath.Join(dir, name), err)
+		info, err := os.Stat(filepath.Join(dir, name))
+		if err != nil {
+			return fmt.Errorf("snapshot file: %w", err)
+		}
+		if info.Size() != want.Size {
+			return fmt.Errorf("snapshot file %s has %d bytes instead of %d", filepath.Join(dir, name), info.Size(), want.Size)
 		}
 	}
 	return nil
