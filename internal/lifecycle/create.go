@@ -94,7 +94,7 @@ func (m *Manager) Create(ctx context.Context, req CreateRequest) (session.Sessio
 	if errors.Is(err, errExisted) {
 		m.drop(a)
 		out, err := m.earlier(ctx, c.s)
-		return out, timing, err
+		return out, nil, err // no phases: nothing was made
 	}
 	out, err := c.fail(ctx, orCause(ctx, err))
 	return out, timing, err

@@ -408,6 +408,9 @@ func TestIdempotentCreate(t *testing.T) {
 			t.Fatalf("one key made several sessions: %v", ids)
 		}
 	}
+	if _, timing, err := d.Create(t.Context(), lifecycle.CreateRequest{Owner: alice, Key: key}); err != nil || len(timing) != 0 {
+		t.Errorf("a repeated create: phases %v, %v", timing, err)
+	}
 	key.Digest = "other"
 	if _, _, err := d.Create(t.Context(), lifecycle.CreateRequest{Owner: alice, Key: key}); !kind.Is(err, kind.Conflict) {
 		t.Errorf("the key for another request: %v", err)
