@@ -18,7 +18,7 @@ var errEnding = errors.New("the session is ending")
 
 // active is what this process holds of a session that has not ended.
 //
-// Lock order: Manager.mu, then active.mu. Neither is held across a call to
+// Lock order: active.mu, then Manager.mu or command.mu. None is held across a call to
 // the store or the node.
 type active struct {
 	id      session.ID

@@ -27,8 +27,8 @@ import (
 )
 
 // Manager runs the lives of the sessions of one node. Its methods may be
-// called from any goroutine, once Ready; before and after they answer
-// Unavailable.
+// called from any goroutine. What works on sandboxes answers Unavailable before
+// Ready and once Run has ended; reading sessions and records needs neither.
 type Manager struct {
 	o     Options
 	b     Bounds
@@ -236,8 +236,8 @@ func (m *Manager) SetTimeout(ctx context.Context, id session.ID, actor session.P
 	if s.State != session.Running {
 		return s, m.refusal(s)
 	}
-	// The record first: should the node's timer not follow, the sweep and the
-	// next start set it from the session.
+	// The record first: should the node's timer not follow, the caller learns
+	// of it, and the next start sets it from the session.
 	at := m.o.Now().Add(seconds.Duration())
 	s.Deadline = at
 	s, err = m.transition(ctx, s, audit.Entry{
@@ -247,7 +247,7 @@ func (m *Manager) SetTimeout(ctx context.Context, id session.ID, actor session.P
 	if err != nil {
 		return session.Session{}, err
 	}
-	if err := m.o.Node.SetDeadline(a.sandbox, at); err != nil {
+	if err := m.o.Node.SetDeadline(a.sandbox, s.Deadline); err != nil {
 		return s, fmt.Errorf("session %s: deadline on the node: %w", id, err)
 	}
 	return s, nil

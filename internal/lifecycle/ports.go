@@ -29,8 +29,8 @@ type Store interface {
 	// and returns it with the next version.
 	Transition(ctx context.Context, s session.Session, entries ...audit.Entry) (session.Session, error)
 
-	// Append adds events without changing the session; the returned heads are
-	// durable.
+	// Append adds events without changing the session; they are durable when
+	// it returns.
 	Append(ctx context.Context, id session.ID, entries ...audit.Entry) error
 
 	// Seal moves the session to Ended, appends the last events and stores the
@@ -121,7 +121,7 @@ func (s SandboxSpec) Snapshot() string {
 
 // Template is a resolved environment to start from.
 type Template struct {
-	Digest   string // "sha256:…" of the image
+	Digest   string // "sha256:…" of the template: of its image and defaults together
 	Image    string // path of the image file
 	Snapshot string // directory of its snapshot; empty: boot it
 	// SnapshotDiskMiB is the disk that the snapshot was made with, which a

@@ -4,6 +4,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
+	"slices"
 	"time"
 
 	"bivy/internal/audit"
@@ -81,7 +83,9 @@ var system = session.Principal{Subject: "system:lifecycle"}
 // outcome nobody knows any more; with commands, those too.
 func (m *Manager) lost(a *active, p *past, commands bool) []audit.Entry {
 	var entries []audit.Entry
-	for ref, i := range p.unpaid() {
+	unpaid := p.unpaid()
+	for _, ref := range slices.Sorted(maps.Keys(unpaid)) {
+		i := unpaid[ref]
 		e := i.Lost(system)
 		if c := p.commands[ref]; c != nil && i.Action == audit.CommandIntent {
 			if !commands {
@@ -109,7 +113,7 @@ func (m *Manager) carryOn(ctx context.Context, a *active, s session.Session, r R
 	if r.Relinked {
 		entries = append(entries, audit.Entry{
 			Action: audit.SandboxRelinked, Outcome: audit.OK, Actor: system, Sandbox: a.sandbox,
-			Payload: map[string]any{"cause": "the wire was lost with the earlier process; connections into the sandbox were cut"},
+			Payload: map[string]any{"cause": "connections into the sandbox ended with the earlier process"},
 		})
 	}
 	entries = append(entries, m.lost(a, p, false)...)
