@@ -9,11 +9,12 @@ GVISOR   = $(shell $(GO) list -m -f '{{.Version}}' gvisor.dev/gvisor)
 # What decides whether a snapshot can be restored: gVisor, Go and the sentry's own sources.
 BUILD    = bivy-$(shell { echo "$(GVISOR)"; $(GO) env GOVERSION; cat internal/driver/gvisor/sentry/*.go internal/driver/gvisor/bootflags/*.go cmd/bivy-sentry/*.go; } | sha256sum | cut -c1-16)
 VERSION ?= $(shell git describe --tags --always --dirty 2>/dev/null || echo dev)
+COMMIT  ?= $(shell git rev-parse HEAD 2>/dev/null)
 STRIP   := -s -w
 GV       = -X gvisor.dev/gvisor/runsc/version.version=$(BUILD)
 
-# Packages that run real gVisor: they need root, and are not built with the race detector.
-GVISOR_PACKAGES := ./internal/driver/gvisor/... ./internal/e2e/...
+# Packages whose tests need root, real gVisor or what build made: they are not built with the race detector.
+GVISOR_PACKAGES := ./internal/driver/gvisor/... ./internal/e2e/... ./internal/bench/... ./cmd/...
 
 .PHONY: help
 help: ## list the targets
@@ -31,7 +32,7 @@ build: ## build bin/bivy with everything it carries inside
 	$(GO) build -trimpath -ldflags "$(STRIP) $(GV)" -o bin/bivy-sentry ./cmd/bivy-sentry
 	cmd/bivy-guest/build.sh bin/bivy-guest
 	$(GO) run ./internal/bundle/pack -build $(BUILD) bin/bivy-sentry bin/bivy-guest
-	$(GO) build -trimpath -ldflags "$(STRIP) $(GV) -X main.version=$(VERSION)" -o bin/bivy ./cmd/bivy
+	$(GO) build -trimpath -ldflags "$(STRIP) $(GV) -X main.version=$(VERSION) -X main.commit=$(COMMIT)" -o bin/bivy ./cmd/bivy
 
 .PHONY: run
 run: deps build ## run a Python program in a real sandbox and verify its record
