@@ -64,8 +64,8 @@ func kernel(config.Config) client.Fact {
 	}
 	release := string(u.Release[:bytes.IndexByte(u.Release[:], 0)])
 	var major, minor int
-	if _, err := fmt.Sscanf(release, "%d.%d", &major, &minor); err != nil || major < 5 || major == 5 && minor < 6 {
-		f := fact("kernel", client.FactFail, release, "taking a sandbox's link out of its process needs pidfd_getfd, Linux 5.6")
+	if _, err := fmt.Sscanf(release, "%d.%d", &major, &minor); err != nil || major < 5 || major == 5 && minor < 10 {
+		f := fact("kernel", client.FactFail, release, "waiting for a sandbox's process needs pidfds that do not block, Linux 5.10")
 		f.Hint = "use a newer kernel"
 		return f
 	}
