@@ -68,9 +68,11 @@ func resolve(ctx context.Context, from blobs, desc v1.Descriptor, limits tree.Li
 		if err != nil {
 			return nil, kind.Errorf(kind.Invalid, "index %s: %w", desc.Digest, err)
 		}
-		if desc, err = choose(index.Manifests); err != nil {
+		next, err := choose(index.Manifests)
+		if err != nil {
 			return nil, fmt.Errorf("index %s: %w", desc.Digest, err)
 		}
+		desc = next
 	}
 	return nil, kind.Errorf(kind.Invalid, "indexes lead to indexes more than %d deep", maxIndexDepth)
 }
