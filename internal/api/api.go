@@ -2,8 +2,8 @@
 // checks who may make them, calls the lifecycle and maps what comes back.
 // Nothing else is decided here.
 //
-// The wire types are those of package client. docs/api/openapi.yaml describes
-// the interface, and tests hold the two against each other.
+// The wire types are those of package client. openapi.yaml describes the
+// interface, and tests hold the two against each other.
 package api
 
 import (
@@ -141,8 +141,8 @@ func isLoopback(host string) bool {
 // their own.
 func (h *Handler) hostAllowed(hostport string) bool {
 	host := hostport
-	if h, _, err := net.SplitHostPort(hostport); err == nil {
-		host = h
+	if name, _, err := net.SplitHostPort(hostport); err == nil {
+		host = name
 	}
 	return isLoopback(host) || slices.ContainsFunc(h.o.Hosts, func(s string) bool { return strings.EqualFold(s, host) })
 }

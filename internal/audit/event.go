@@ -24,13 +24,13 @@ const (
 	StepIntent        Action = "step.intent"           // payload: {flow, step}
 	StepDone          Action = "step.done"             // payload: {flow, step, ms, …facts}
 	StepFailed        Action = "step.failed"           // payload: {flow, step, error}
-	SessionRunning    Action = "session.running"       // payload: template, image digest, sandbox, posture
+	SessionRunning    Action = "session.running"       // payload: {template, image, posture}; image is the template's digest
 	SessionTimeoutSet Action = "session.timeout_set"   // payload: {timeout_seconds, deadline}
 	SessionEnding     Action = "session.ending"        // payload: {reason, detail}
-	SessionEnded      Action = "session.ended"         // payload: {result, residuals, disposed…}
+	SessionEnded      Action = "session.ended"         // payload: {result, residuals, reason, detail}
 	SandboxRelinked   Action = "sandbox.relinked"      // payload: {cause}
 	SandboxRecovered  Action = "sandbox.recovered"     // payload: {relinked}
-	SandboxExited     Action = "sandbox.exited"        // payload: exit, oom, pids
+	SandboxExited     Action = "sandbox.exited"        // payload: {code, signal, oom, …}
 	CommandIntent     Action = "command.intent"        // payload: argv, cwd, user, env names
 	CommandStarted    Action = "command.started"       // payload: {command, pid}
 	CommandEnded      Action = "command.ended"         // payload: {command, exit, signal, ms, stdin, stdout, stderr bytes}

@@ -55,7 +55,7 @@ func (m *meter) draw(error) {}
 
 func (m *meter) progress(p client.Progress) { m.set(p.What, p.Done, p.Total) }
 
-// Write counts bytes of work that was announced with set.
+// add counts n more bytes of work.
 func (m *meter) add(what string, n, total int64) {
 	m.mu.Lock()
 	m.done += n

@@ -187,7 +187,8 @@ func writeFile(path string, data []byte, sync bool) (err error) {
 	if err != nil {
 		return err
 	}
-	// The new name is in place, so an error from here on must not remove it.
+	// A file that might be lost with power goes back to its temporary name,
+	// which the deferred cleanup removes.
 	if syncErr := errors.Join(d.Sync(), d.Close()); syncErr != nil {
 		return errors.Join(syncErr, os.Rename(path, f.Name()))
 	}

@@ -127,8 +127,9 @@ func (n *Node) nudge() {
 	}
 }
 
-// look tells of deadlines that have passed and returns when to look again. The timer runs on a clock that stops while the machine
-// sleeps, so it is never set far ahead.
+// look tells of deadlines that have passed and returns when to look again. The
+// timer runs on a clock that stops while the machine sleeps, so it is never set
+// far ahead.
 func (n *Node) look() time.Duration {
 	n.mu.Lock()
 	all := n.entriesLocked()

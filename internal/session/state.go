@@ -4,7 +4,7 @@ package session
 type State string
 
 // The states. Standby, pausing, resuming and quarantined are part of the
-// life (design.md section 2) and of the transition rule; nothing drives a
+// life and of the transition rule; nothing drives a
 // session into them yet.
 const (
 	Creating    State = "creating"

@@ -114,7 +114,7 @@ func (s *Store) built(key string) (Template, error) {
 	t, err := s.load(digest)
 	if err != nil {
 		if !kind.Is(err, kind.NotFound) {
-			s.opts.Log.Warn("broken template is built again", "template", digest, "err", err)
+			s.opts.Log.Warn("broken template is built again", "template", digest, "error", err)
 		}
 		return Template{}, kind.Errorf(kind.NotFound, "build %s: %w", key, err)
 	}

@@ -173,7 +173,7 @@ func (s *Store) sweepBroken() error {
 		if err != nil {
 			return err
 		}
-		s.opts.Log.Warn("broken template", "template", d, "leases", leases, "err", broken)
+		s.opts.Log.Warn("broken template", "template", d, "leases", leases, "error", broken)
 		if len(leases) > 0 {
 			continue
 		}
@@ -219,7 +219,7 @@ func (s *Store) sweepNames() error {
 			if err == nil {
 				return nil
 			}
-			s.opts.Log.Info("name of a removed template dropped", "file", name, "err", err)
+			s.opts.Log.Info("name of a removed template dropped", "file", name, "error", err)
 			return s.root.Remove(name)
 		})
 		if err != nil {

@@ -219,7 +219,7 @@ func (w *writer) transact(requests []*request, results []error) error {
 			// failed no later one can be believed.
 			w.broken = kind.Errorf(kind.Unavailable, "the record cannot be written since the disk failed: %w", err).
 				WithHint("mend the disk and restart bivy")
-			w.store.log.Error("the store is read-only from now on", "err", err)
+			w.store.log.Error("the store is read-only from now on", "error", err)
 		}
 		return errors.Join(classify(err), w.abandon())
 	}
