@@ -136,9 +136,16 @@ func (d *Daemon) nodeID() (session.NodeID, error) {
 	b, err := os.ReadFile(path)
 	if errors.Is(err, fs.ErrNotExist) {
 		id := "node-" + string(session.NewID())[:8]
-		return session.NodeID(id), os.WriteFile(path, []byte(id+"\n"), 0o644) //nolint:gosec // a name, not a secret
+		// Renamed into place: a half-written name would be another node's.
+		if err := os.WriteFile(path+".new", []byte(id+"\n"), 0o644); err != nil { //nolint:gosec // a name, not a secret
+			return "", err
+		}
+		return session.NodeID(id), os.Rename(path+".new", path)
 	}
-	return session.NodeID(strings.TrimSpace(string(b))), err
+	if id := strings.TrimSpace(string(b)); err != nil || id != "" {
+		return session.NodeID(id), err
+	}
+	return "", kind.Errorf(kind.Conflict, "%s is empty", path).WithHint("write the node's name into it: it is in any session's record")
 }
 
 // openDriver makes the driver that the configuration names, and the templates
@@ -231,9 +238,39 @@ func (d *Daemon) Ready() <-chan struct{} { return d.manager.Ready() }
 // Run keeps the node and the sessions until ctx ends. Sessions live on.
 func (d *Daemon) Run(ctx context.Context) error {
 	group, ctx := errgroup.WithContext(ctx)
-	group.Go(func() error { return d.node.Run(ctx) })
-	group.Go(func() error { return d.manager.Run(ctx) })
+	// The node after the manager, whose last work needs it.
+	nodeCtx, stopNode := context.WithCancel(context.WithoutCancel(ctx))
+	defer stopNode()
+	group.Go(func() error { return d.node.Run(nodeCtx) })
+	group.Go(func() error {
+		defer stopNode()
+		return d.manager.Run(ctx)
+	})
+	group.Go(func() error { return d.collect(ctx) })
 	return group.Wait()
+}
+
+// collectEvery is how often images that nothing names or uses are removed.
+const collectEvery = time.Hour
+
+// collect removes unused images now and then until ctx ends.
+func (d *Daemon) collect(ctx context.Context) error {
+	tick := time.NewTicker(collectEvery)
+	defer tick.Stop()
+	for {
+		gone, err := d.images.GC(ctx)
+		if err != nil && ctx.Err() == nil {
+			d.log.Error("removing unused templates", "error", err)
+		}
+		if len(gone.Digests) > 0 {
+			d.log.Info("removed unused templates", "count", len(gone.Digests), "bytes", gone.Bytes)
+		}
+		select {
+		case <-tick.C:
+		case <-ctx.Done():
+			return nil
+		}
+	}
 }
 
 // Serve runs the daemon and its interface on listener until ctx ends.

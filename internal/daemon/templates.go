@@ -38,14 +38,14 @@ func newTemplates(store *template.Store, builder interface {
 	driver.Driver
 	driver.Checkpointer
 }, build string, log *slog.Logger) *templates {
-	return &templates{Store: store, log: log, snapshots: &snapshot.Maker{
+	return &templates{Store: store, log: log, snapshots: snapshot.New(snapshot.Options{
 		Driver: builder, Build: build, Log: log,
 		Ready: func(ctx context.Context, d driver.Driver, id session.SandboxID) error {
 			c := guestclient.New(guestclient.Config{Dial: func(ctx context.Context) (net.Conn, error) { return d.Dial(ctx, id, wire.Port) }})
 			defer c.Close()
 			return c.Health(ctx)
 		},
-	}}
+	})}
 }
 
 // Build makes the image and its snapshot.

@@ -36,9 +36,9 @@ const formatVersion = 1
 
 const manifestName = "snapshot.json"
 
-// Maker makes snapshots with a driver of its own, whose sandboxes are nobody's
-// sessions.
-type Maker struct {
+// Options are what a Maker is made of. All but BootLimit are required.
+type Options struct {
+	// Driver is the maker's own: its sandboxes are nobody's sessions.
 	Driver interface {
 		driver.Driver
 		driver.Checkpointer
@@ -51,9 +51,20 @@ type Maker struct {
 	// BootLimit bounds boot and readiness; 0: one minute.
 	BootLimit time.Duration
 	Log       *slog.Logger
+}
 
-	mu      sync.Mutex // one at a time: they are rare and heavy
-	checked map[string]bool
+// Maker makes snapshots.
+type Maker struct {
+	Options
+	turn chan struct{} // one is checked or made at a time: it is rare and heavy
+
+	mu      sync.Mutex
+	checked map[string]map[string]file // by directory: what was found to be whole
+}
+
+// New returns a Maker that has made nothing yet.
+func New(o Options) *Maker {
+	return &Maker{Options: o, turn: make(chan struct{}, 1), checked: map[string]map[string]file{}}
 }
 
 // Request names what to snapshot.
@@ -83,28 +94,24 @@ func (m *Maker) Recover(ctx context.Context) error {
 	return err
 }
 
-// Find returns the directory of a complete snapshot, or NotFound. Contents
-// are checked against the manifest once per process.
-func (m *Maker) Find(req Request) (string, error) {
-	key, err := m.key(req)
-	if err != nil {
-		return "", err
-	}
-	dir := filepath.Join(req.Dir, key)
-	m.mu.Lock()
-	defer m.mu.Unlock()
-	return dir, m.check(dir, key)
-}
-
-// Ensure returns the directory of the snapshot, making it if need be.
+// Ensure returns the directory of the snapshot, making it if need be. One that
+// this process has checked or made costs a look at its files' sizes; others
+// wait for their turn, or for ctx.
 func (m *Maker) Ensure(ctx context.Context, req Request) (string, error) {
 	key, err := m.key(req)
 	if err != nil {
 		return "", err
 	}
-	m.mu.Lock()
-	defer m.mu.Unlock()
 	dir := filepath.Join(req.Dir, key)
+	if files := m.known(dir); files != nil && sizes(dir, files) == nil {
+		return dir, nil
+	}
+	select {
+	case m.turn <- struct{}{}:
+		defer func() { <-m.turn }()
+	case <-ctx.Done():
+		return "", ctx.Err()
+	}
 	err = m.check(dir, key)
 	if err == nil {
 		return dir, nil
@@ -112,14 +119,41 @@ func (m *Maker) Ensure(ctx context.Context, req Request) (string, error) {
 	if !kind.Is(err, kind.NotFound) {
 		m.Log.Warn("a snapshot is damaged and is made again", "dir", dir, "error", err)
 	}
-	return dir, m.make(ctx, req, dir, key)
+	if err := m.make(ctx, req, dir, key); err != nil {
+		return "", err
+	}
+	return dir, m.prune(req.Dir, key)
+}
+
+// prune removes the snapshots of other builds and processors: what is restored
+// from one was read whole by the time it runs.
+func (m *Maker) prune(dir, keep string) error {
+	entries, err := os.ReadDir(dir)
+	for _, e := range entries {
+		if e.Name() != keep {
+			err = errors.Join(err, os.RemoveAll(filepath.Join(dir, e.Name())))
+		}
+	}
+	return err
+}
+
+func (m *Maker) known(dir string) map[string]file {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return m.checked[dir]
+}
+
+func (m *Maker) note(dir string, files map[string]file) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.checked[dir] = files
 }
 
 func (m *Maker) make(ctx context.Context, req Request, dir, key string) (err error) {
 	if err := os.MkdirAll(req.Dir, 0o700); err != nil {
 		return err
 	}
-	// What a killed process left: nothing else makes one here, see mu.
+	// What a killed process left: nothing else makes one here, see turn.
 	left, err := filepath.Glob(filepath.Join(req.Dir, ".making-*"))
 	for _, dir := range left {
 		err = errors.Join(err, os.RemoveAll(dir))
@@ -156,7 +190,7 @@ func (m *Maker) make(ctx context.Context, req Request, dir, key string) (err err
 	if err := os.Rename(files, dir); err != nil {
 		return err
 	}
-	m.note(dir)
+	m.note(dir, man.Files)
 	return syncDir(req.Dir)
 }
 
@@ -224,7 +258,7 @@ func features(cpuinfo []byte) []string {
 }
 
 // check reports NotFound for no snapshot, and what is wrong with a damaged
-// one. Called with mu held.
+// one. Called in turn.
 func (m *Maker) check(dir, key string) error {
 	b, err := os.ReadFile(filepath.Join(dir, manifestName))
 	if errors.Is(err, fs.ErrNotExist) {
@@ -240,9 +274,6 @@ func (m *Maker) check(dir, key string) error {
 	if man.Version != formatVersion || man.Key != key || len(man.Files) == 0 {
 		return fmt.Errorf("snapshot manifest %s: version %d, key %s, %d files", dir, man.Version, man.Key, len(man.Files))
 	}
-	if m.checked[dir] {
-		return sizes(dir, man.Files)
-	}
 	found, err := digest(dir)
 	if err != nil {
 		return err
@@ -253,15 +284,8 @@ func (m *Maker) check(dir, key string) error {
 			return fmt.Errorf("snapshot file %s is not as it was written", filepath.Join(dir, name))
 		}
 	}
-	m.note(dir)
+	m.note(dir, man.Files)
 	return nil
-}
-
-func (m *Maker) note(dir string) {
-	if m.checked == nil {
-		m.checked = map[string]bool{}
-	}
-	m.checked[dir] = true
 }
 
 func sizes(dir string, files map[string]file) error {
