@@ -16,9 +16,11 @@ import (
 	"fmt"
 	"io/fs"
 	"log/slog"
+	"maps"
 	"net"
 	"os"
 	"path/filepath"
+	"slices"
 	"sync"
 	"time"
 
@@ -289,12 +291,22 @@ func (d *Driver) Destroy(ctx context.Context, id session.SandboxID) error {
 	return nil
 }
 
+// closeLimit bounds how long Close waits for operations in progress.
+const closeLimit = 5 * time.Second
+
 // Close implements driver.Driver.
 func (d *Driver) Close() error {
 	d.mu.Lock()
-	defer d.mu.Unlock()
-	for _, s := range d.sandboxes {
-		s.busy <- struct{}{}
+	all := slices.Collect(maps.Values(d.sandboxes))
+	d.mu.Unlock()
+	// Bounded: a guest kernel that does not answer keeps its sandbox busy, and
+	// the link of a process that ends is closed by its end.
+	ctx, cancel := context.WithTimeout(context.Background(), closeLimit)
+	defer cancel()
+	for _, s := range all {
+		if s.acquire(ctx) != nil {
+			continue
+		}
 		if s.link != nil {
 			s.link.Close()
 		}

@@ -7,7 +7,6 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
-	"slices"
 	"strconv"
 	"strings"
 
@@ -71,7 +70,7 @@ func (s *sandbox) inspect() (driver.Posture, error) {
 			return driver.Posture{}, err
 		}
 	}
-	if err := errors.Join(p.files(s.proc.Pid), p.limits()); err != nil {
+	if err := p.limits(); err != nil {
 		return driver.Posture{}, err
 	}
 	return p.posture(), nil
@@ -113,7 +112,7 @@ func (p *inspection) process(pid int) error {
 				}
 			}
 		}
-		for _, c := range []string{"CapEff", "CapPrm", "CapBnd"} {
+		for _, c := range []string{"CapEff", "CapPrm", "CapBnd", "CapInh", "CapAmb"} {
 			if bits, err := strconv.ParseUint(status[c], 16, 64); err != nil || bits&^bootflags.Capabilities != 0 {
 				p.fault("capabilities", "thread %s has %s %s", t.Name(), c, status[c])
 			}
@@ -137,6 +136,9 @@ func (p *inspection) process(pid int) error {
 		if theirs == ours {
 			p.fault("namespaces", "process %d shares %s", pid, theirs)
 		}
+	}
+	if err := p.files(pid); err != nil {
+		return err
 	}
 	in, err := p.sandbox.group.Contains(pid)
 	if err != nil {
@@ -164,8 +166,9 @@ func statusOf(file string) (map[string]string, error) {
 	return fields, nil
 }
 
-// files checks what the sentry holds open: its image, /dev/null, and what has
-// no name in any file system.
+// files checks what a process of the sandbox holds open: the image, /dev/null,
+// its own namespace's /proc, and what has no name in any file system. What a
+// nameless socket is connected to cannot be told from here.
 func (p *inspection) files(pid int) error {
 	dir := fmt.Sprintf("/proc/%d/fd", pid)
 	entries, err := os.ReadDir(dir)
@@ -180,12 +183,22 @@ func (p *inspection) files(pid int) error {
 		if err != nil {
 			return err
 		}
-		nameless := slices.ContainsFunc([]string{"socket:[", "pipe:[", "anon_inode:", "/memfd:", "/proc", "mnt:["}, func(prefix string) bool { return strings.HasPrefix(to, prefix) })
-		if !nameless && to != os.DevNull && to != p.sandbox.req.Image {
-			p.fault("fds", "descriptor %s is %s", e.Name(), to)
+		if to != os.DevNull && to != p.sandbox.req.Image && !nameless(to) {
+			p.fault("fds", "descriptor %s of process %d is %s", e.Name(), pid, to)
 		}
 	}
 	return nil
+}
+
+// nameless reports whether a descriptor's link is to something that no path
+// leads to; deleted files are told by their suffix and do not count.
+func nameless(to string) bool {
+	for _, prefix := range []string{"socket:[", "pipe:[", "anon_inode:", "/memfd:"} {
+		if strings.HasPrefix(to, prefix) {
+			return true
+		}
+	}
+	return false
 }
 
 func (p *inspection) limits() error {
