@@ -108,6 +108,8 @@ type Recovery struct {
 	// Relinked: the wire to the sandbox was lost and re-made; connections
 	// into it were cut, its memory and files are as they were.
 	Relinked bool
+	// Paused: it was being paused or is, so that nothing in it need answer.
+	Paused bool
 }
 
 // Exit says how a sandbox stopped.

@@ -100,7 +100,8 @@ func (n *Node) takeBack(ctx context.Context, rec record, there bool) (r lifecycl
 	e.mu.Unlock()
 	n.watch(e)
 	n.nudge()
-	if got.Relinked {
+	// A frozen guest answers nobody; whoever wakes it binds it.
+	if got.Relinked && !got.Paused {
 		bind, cancel := context.WithTimeout(ctx, rebindTime)
 		defer cancel()
 		if err := n.Bind(bind, rec.Sandbox); err != nil {

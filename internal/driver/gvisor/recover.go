@@ -49,7 +49,7 @@ func (d *Driver) Recover(ctx context.Context, h driver.Handle) (driver.Recovery,
 	}
 	err := s.adopt()
 	if err == nil {
-		return driver.Recovery{Relinked: true}, nil
+		return driver.Recovery{Relinked: true, Paused: s.paused || s.unsure}, nil
 	}
 	// Recover or destroy, never neither.
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), recoverLimit)
@@ -77,10 +77,11 @@ func (s *sandbox) adopt() error {
 	if err := s.watch(pid, false); err != nil {
 		return err
 	}
-	_, err = os.Stat(s.pausedMark())
-	if s.paused = err == nil; err != nil && !errors.Is(err, fs.ErrNotExist) {
+	mark, err := os.ReadFile(s.pausedMark())
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return err
 	}
+	s.paused, s.unsure = string(mark) == certainly, string(mark) == maybe
 	return s.openLink()
 }
 

@@ -46,6 +46,7 @@ type sandbox struct {
 	link   *link.Link
 	proc   *process
 	paused bool
+	unsure bool // an earlier process died while it paused this
 
 	ended chan struct{} // closed once the sentry is dead and reaped
 	exit  driver.Exit   // valid after ended
@@ -327,13 +328,15 @@ func (s *sandbox) killStrays(ctx context.Context) error {
 
 // removeState deletes what runsc keeps for the sandbox.
 func (s *sandbox) removeState() error {
-	paths, err := filepath.Glob(filepath.Join(s.d.stateDir(), "*"+string(s.id)+"*"))
-	if err != nil {
-		return err
-	}
+	// As runsc names them; an id is letters, digits and a hyphen, so that no
+	// pattern can match more.
 	var errs []error
-	for _, p := range paths {
-		errs = append(errs, os.RemoveAll(p))
+	for _, pattern := range []string{string(s.id) + "_sandbox:" + string(s.id) + ".*", "runsc-" + string(s.id) + ".sock"} {
+		paths, err := filepath.Glob(filepath.Join(s.d.stateDir(), pattern))
+		errs = append(errs, err)
+		for _, p := range paths {
+			errs = append(errs, os.RemoveAll(p))
+		}
 	}
 	return errors.Join(errs...)
 }

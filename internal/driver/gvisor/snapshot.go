@@ -35,22 +35,31 @@ func (d *Driver) Resume(ctx context.Context, id session.SandboxID) error {
 	return s.do(ctx, s.resume)
 }
 
-// pausedMark says to a later process that the guest is paused. gVisor cannot
-// be asked, and panics when told to resume what is not paused, so the mark is
-// there only while it certainly is: a crash beside it costs the sandbox, which
-// then does not answer, but never lets a frozen guest run.
+// pausedMark says to a later process that the guest is paused, or may be.
+// gVisor cannot be asked, and panics when told to resume what is not paused,
+// so it says certainly only while it is: a crash beside it costs the sandbox,
+// which then may not answer, but never lets a frozen guest run.
 func (s *sandbox) pausedMark() string { return filepath.Join(s.d.bundle(s.id), "paused") }
 
 func (s *sandbox) pause() error {
 	if s.paused {
 		return nil
 	}
-	if err := s.runsc.Pause(string(s.id)); err != nil {
+	if err := os.WriteFile(s.pausedMark(), []byte(maybe), 0o600); err != nil {
 		return err
 	}
+	if err := s.runsc.Pause(string(s.id)); err != nil {
+		return errors.Join(err, os.Remove(s.pausedMark()))
+	}
 	s.paused = true
-	return os.WriteFile(s.pausedMark(), nil, 0o600)
+	return os.WriteFile(s.pausedMark(), []byte(certainly), 0o600)
 }
+
+// What a pausedMark says.
+const (
+	maybe     = "maybe"
+	certainly = "certainly"
+)
 
 func (s *sandbox) resume() error {
 	if !s.paused {
