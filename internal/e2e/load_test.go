@@ -26,7 +26,7 @@ func TestKilledAtRandom(t *testing.T) {
 	s.kill()
 
 	random := rand.New(rand.NewPCG(seed, seed))
-	asked := 0
+	asked, slowest := 0, time.Duration(0)
 	for round := range rounds {
 		s, err := h.start(h.b.bivy, "--data", h.data, "serve", "--run", h.run, "--listen", "127.0.0.1:0")
 		if err != nil {
@@ -39,9 +39,11 @@ func TestKilledAtRandom(t *testing.T) {
 		if early {
 			killIn(400)
 		}
+		began := time.Now()
 		if err := s.await(30 * time.Second); err != nil {
 			t.Fatal(err)
 		}
+		slowest = max(slowest, time.Since(began))
 		if !early {
 			killIn(1200)
 		}
@@ -102,7 +104,10 @@ func TestKilledAtRandom(t *testing.T) {
 	s.onlyOf(t, by.ID)
 	s.end(t, by.Session)
 	s.stop(t)
-	t.Logf("seed %d: %d callers made %d sessions, %d of them ran at the end", seed, asked, len(seen), survived)
+	t.Logf("seed %d: %d callers made %d sessions, %d of them ran at the end, the slowest start took %s", seed, asked, len(seen), survived, slowest)
+	if slowest > 10*time.Second {
+		t.Errorf("a start took %s", slowest)
+	}
 }
 
 // churn lives sessions one after the other until the server is gone.

@@ -13,6 +13,7 @@ import (
 	"os/signal"
 	"runtime"
 	"sync"
+	"sync/atomic"
 	"syscall"
 
 	"bivy/client"
@@ -33,6 +34,7 @@ func run(out, errs *os.File) error {
 	data := flag.String("data", "", "data directory")
 	runDir := flag.String("run", "", "run directory")
 	kill := flag.String("kill", "", "point at which to die")
+	nth := flag.Int("nth", 1, "how often the point has to be reached for that")
 	trace := flag.String("trace", "", "file to which points are appended")
 	flag.Parse()
 
@@ -42,7 +44,7 @@ func run(out, errs *os.File) error {
 	}
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM)
 	defer stop()
-	points, err := newPoints(*kill, *trace)
+	points, err := newPoints(*kill, *nth, *trace)
 	if err != nil {
 		return err
 	}
@@ -79,13 +81,15 @@ func tell(out *os.File) {
 
 type points struct {
 	kill string
+	left atomic.Int64 // until kill counts
 
 	mu    sync.Mutex
 	trace *os.File
 }
 
-func newPoints(kill, trace string) (*points, error) {
+func newPoints(kill string, nth int, trace string) (*points, error) {
 	p := &points{kill: kill}
+	p.left.Store(int64(nth))
 	if trace == "" {
 		return p, nil
 	}
@@ -100,7 +104,7 @@ func (p *points) reached(name string) {
 		fmt.Fprintln(p.trace, name)
 		p.mu.Unlock()
 	}
-	if p.kill != "" && p.kill == name {
+	if p.kill != "" && p.kill == name && p.left.Add(-1) == 0 {
 		if err := syscall.Kill(os.Getpid(), syscall.SIGKILL); err != nil {
 			panic(err)
 		}
