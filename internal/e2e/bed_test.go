@@ -182,8 +182,11 @@ func (h *host) clear() error {
 		pause(20 * time.Millisecond)
 	}
 	for _, pattern := range []string{"/*", ""} {
-		dirs, err := filepath.Glob("/sys/fs/cgroup/*/" + h.groups + "*" + pattern)
-		errs = append(errs, err)
+		var dirs []string
+		for _, tree := range []string{"/sys/fs/cgroup/*/", "/sys/fs/cgroup/"} {
+			some, err := filepath.Glob(tree + h.groups + "*" + pattern)
+			dirs, errs = append(dirs, some...), append(errs, err)
+		}
 		for _, d := range dirs {
 			if info, err := os.Stat(d); err == nil && info.IsDir() {
 				errs = append(errs, syscall.Rmdir(d))

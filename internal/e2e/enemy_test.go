@@ -114,6 +114,15 @@ for name, nr in (('bpf', 321), ('init_module', 175), ('finit_module', 313), ('ke
     r = libc.syscall(nr, 0, 0, 0, 0, 0)
     print('DONE' if r >= 0 else 'refused', name, os.strerror(ctypes.get_errno()))
 `), want: "refused", never: []string{"DONE"}},
+		{name: "no interface of one's own", user: "root", script: python(`
+import fcntl, os, struct
+try:
+    fd = os.open('/dev/net/tun', os.O_RDWR)
+    fcntl.ioctl(fd, 0x400454ca, struct.pack('16sH', b'evil', 0x1001))
+    print('MADE')
+except OSError as e:
+    print('refused', e.strerror)
+`), want: "refused", never: []string{"MADE"}},
 		{name: "no cgroup to release from", user: "root", script: "mkdir -p /tmp/cg; python3 -c \"import ctypes,os; l=ctypes.CDLL(None,use_errno=True); r=l.mount(b'cgroup',b'/tmp/cg',b'cgroup',0,b'memory'); print(r, os.strerror(ctypes.get_errno()))\"; ls /tmp/cg; echo end", want: "end",
 			never: []string{"release_agent", "bivy"}},
 		{name: "user reads no other's environment", user: "user", script: "cat /proc/1/environ /proc/1/maps /proc/1/mem 2>&1; ls /proc/1/fd /proc/1/cwd/ 2>&1; true", want: "denied"},

@@ -19,6 +19,7 @@ import (
 type storm struct {
 	name   string
 	limits client.Resources
+	user   string
 	script string
 	// seen checks what came of it: the command's end, or err when there was
 	// none, and the session a moment later.
@@ -77,6 +78,36 @@ for i in range(2000):
 for i in range(200): open('/tmp/w/%d' % i, 'w').close()
 print('watches', n)
 `)},
+		{name: "packets", limits: small, seen: limited(), script: python(`
+import socket, threading, time
+end = time.time() + 4
+def datagrams():
+    s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM); n = 0
+    while time.time() < end:
+        try: s.sendto(b'x' * 1400, ('192.0.2.%d' % (n % 250 + 1), n % 60000 + 1))
+        except OSError: pass
+        n += 1
+def connections():
+    n = 0
+    while time.time() < end:
+        s = socket.socket(); s.setblocking(False)
+        try: s.connect(('192.0.2.1', n % 60000 + 1))
+        except OSError: pass
+        s.close(); n += 1
+for f in (datagrams, connections, connections):
+    threading.Thread(target=f).start()
+`)},
+		{name: "a file system that hangs", limits: small, user: "root", seen: limited(), script: python(`
+import ctypes, os, subprocess, time
+libc = ctypes.CDLL(None, use_errno=True)
+fd = os.open('/dev/fuse', os.O_RDWR)
+os.makedirs('/tmp/f', exist_ok=True)
+r = libc.mount(b'x', b'/tmp/f', b'fuse', 0, b'fd=%d,rootmode=40000,user_id=0,group_id=0' % fd)
+print('mounted' if r == 0 else os.strerror(ctypes.get_errno()))
+os.set_inheritable(fd, True)
+subprocess.Popen(['sh', '-c', 'ls /tmp/f; cat /tmp/f/x'], close_fds=False)
+time.sleep(2)
+`) + "\nfor i in 1 2 3; do (trap '' TERM INT; kill -STOP $BASHPID) & done; sleep 1"},
 		{name: "processors", limits: small, script: "for i in 1 2 3 4 5 6 7 8; do (trap '' TERM; while :; do :; done) & done; sleep 4; kill -9 $(jobs -p)", seen: limited()},
 	}
 }
@@ -113,7 +144,7 @@ func TestStorms(t *testing.T) {
 			x := s.create(t, client.Spec{Resources: w.limits})
 			meter := newMeter(t, s, neighbour)
 			ctx, cancel := context.WithTimeout(t.Context(), stormLimit)
-			r, err := x.Run(ctx, client.Command{Argv: []string{"bash", "-c", w.script}})
+			r, err := x.Run(ctx, client.Command{Argv: []string{"bash", "-c", w.script}, User: w.user})
 			cancel()
 			measured := meter.stop()
 			info, getErr := x.Get(limit(t, 10*time.Second))
