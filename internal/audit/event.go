@@ -24,7 +24,7 @@ const (
 	StepIntent        Action = "step.intent"           // payload: {flow, step}
 	StepDone          Action = "step.done"             // payload: {flow, step, ms, …facts}
 	StepFailed        Action = "step.failed"           // payload: {flow, step, error}
-	SessionRunning    Action = "session.running"       // payload: {template, image, posture}; image is the template's digest
+	SessionRunning    Action = "session.running"       // payload: {template, image, posture}; digests of the template and its image
 	SessionTimeoutSet Action = "session.timeout_set"   // payload: {timeout_seconds, deadline}
 	SessionEnding     Action = "session.ending"        // payload: {reason, detail}
 	SessionEnded      Action = "session.ended"         // payload: {result, residuals, reason, detail}
@@ -35,6 +35,8 @@ const (
 	CommandStarted    Action = "command.started"       // payload: {command, pid}
 	CommandEnded      Action = "command.ended"         // payload: {command, exit, signal, ms, stdin, stdout, stderr bytes}
 	CommandRefused    Action = "command.refused"       // payload: {command, error}
+	CommandSignalled  Action = "command.signalled"     // payload: {command, signal}; written before the signal is sent
+	CommandAttached   Action = "command.attached"      // payload: {command}; a caller took hold of it, for the first time
 	FileWriteIntent   Action = "file.write.intent"     // payload: {path, user}
 	FileWritten       Action = "file.written"          // payload: {path, size, sha256}
 	FileRead          Action = "file.read"             // payload: {path, size, sha256}

@@ -79,7 +79,7 @@ func (t *templates) Resolve(ctx context.Context, name string, progress func(done
 		return lifecycle.Template{}, err
 	}
 	return lifecycle.Template{
-		Digest: string(image.Digest), Image: image.Image, Snapshot: dir, SnapshotDiskMiB: snapshotResources.DiskMiB,
+		Digest: string(image.Digest), ImageDigest: string(image.ImageDigest), Image: image.Image, Snapshot: dir, SnapshotDiskMiB: snapshotResources.DiskMiB,
 		Env: image.Config.Env, User: image.Config.User, Workdir: image.Config.Workdir, Agent: []string{agentPath},
 	}, nil
 }

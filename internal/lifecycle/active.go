@@ -42,7 +42,7 @@ type active struct {
 	fenced       bool                    // and never will be again
 	ending       *ending                 // not nil once the end was asked for
 	stopCreate   context.CancelCauseFunc // of the create in progress, or nil
-	died         error                   // the sandbox stopped before the create was over
+	died         *death                  // the sandbox stopped before the create was over
 	inside       int                     // operations let in and not out yet
 	idle         chan struct{}           // closes when inside is 0 and fenced
 	owing        map[string]*debt        // intents in the record whose outcome is not
@@ -51,6 +51,18 @@ type active struct {
 	commands     map[string]*command
 	commandsBusy int
 	oomKills     int64 // told in the record
+	oomTelling   int64 // being told
+	lateDeadline bool  // the node has not got the session's deadline
+}
+
+// death is what is known of a sandbox that stopped.
+type death struct {
+	end   EndRequest
+	facts []audit.Entry
+}
+
+func (d *death) err() error {
+	return kind.Errorf(kind.Unavailable, "%s while it was being started", d.end.Detail)
 }
 
 // debt is an intent whose outcome is owed to the record.
@@ -110,7 +122,7 @@ func (a *active) unlock() { <-a.row }
 
 // enter lets an operation into a running session; leave must be called when
 // it is over. The end of a session waits for those inside, after cutting
-// them off.
+// them off, and so does Run: what they owe to the record is written by then.
 func (m *Manager) enter(ctx context.Context, id session.ID) (a *active, leave func(), err error) {
 	if err := m.available(); err != nil {
 		return nil, nil, err
@@ -131,9 +143,13 @@ func (m *Manager) enter(ctx context.Context, id session.ID) (a *active, leave fu
 		}
 		return nil, nil, m.refusal(s)
 	}
+	if !m.track() {
+		a.mu.Unlock()
+		return nil, nil, stoppingError()
+	}
 	a.inside++
 	a.mu.Unlock()
-	return a, sync.OnceFunc(a.leave), nil
+	return a, sync.OnceFunc(func() { a.leave(); m.work.Done() }), nil
 }
 
 func (a *active) leave() {
@@ -165,7 +181,7 @@ func (a *active) letIn() error {
 	case a.fenced:
 		return kind.Wrap(kind.Conflict, errEnding)
 	case a.died != nil:
-		return a.died
+		return a.died.err()
 	}
 	a.open = true
 	return nil
@@ -220,6 +236,16 @@ func (m *Manager) owe(ctx context.Context, a *active, intent, lost audit.Entry) 
 	return nil, fmt.Errorf("session %s: refused, because it cannot be recorded: %w", a.id, err)
 }
 
+// note records what is about to be done and owes no outcome; when it cannot,
+// it must not be done.
+func (m *Manager) note(ctx context.Context, a *active, e audit.Entry) error {
+	e.Outcome, e.Sandbox = audit.OK, a.sandbox
+	if err := m.append(ctx, a.id, e); err != nil {
+		return fmt.Errorf("session %s: refused, because it cannot be recorded: %w", a.id, err)
+	}
+	return nil
+}
+
 // settle writes the outcome of an intent, on a context of its own: the effect
 // has been, whether or not anybody still waits. When it cannot be written the
 // debt stands and is paid by the sweep or the end.
@@ -252,7 +278,7 @@ func (m *Manager) settle(a *active, d *debt, entries ...audit.Entry) error {
 
 // payOverdue writes the outcomes that could not be written when they were
 // known.
-func (m *Manager) payOverdue(a *active) error {
+func (m *Manager) payOverdue(ctx context.Context, a *active) error {
 	a.mu.Lock()
 	var due []*debt
 	for _, d := range a.owing {
@@ -260,12 +286,37 @@ func (m *Manager) payOverdue(a *active) error {
 			due = append(due, d)
 		}
 	}
+	doubt := a.doubt
 	a.mu.Unlock()
+	if len(due) == 0 {
+		return nil
+	}
+	var open map[string]audit.Intent
+	if doubt {
+		past, err := m.past(ctx, a.id)
+		if err != nil {
+			return err
+		}
+		open = past.unpaid()
+	}
 	var errs []error
 	for _, d := range due {
+		if _, ok := open[d.ref]; doubt && !ok {
+			a.paid(d) // it was written after all
+			continue
+		}
 		errs = append(errs, m.settle(a, d, d.outcome...))
 	}
 	return errors.Join(errs...)
+}
+
+// paid forgets a debt whose outcome is in the record.
+func (a *active) paid(d *debt) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if a.owing[d.ref] == d && d.written == nil {
+		delete(a.owing, d.ref)
+	}
 }
 
 // claim takes over every debt and returns the entries that pay it. It waits

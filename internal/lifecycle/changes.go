@@ -17,8 +17,8 @@ import (
 )
 
 // digest lists what the session left changed in its file system. It is
-// bounded in files, bytes and time, and says what it left out: a guest may
-// have made a million files or one that never ends.
+// bounded in files, names, bytes and time, and says what it left out: a guest
+// may have made a million files or one that never ends.
 func (m *Manager) digest(ctx context.Context, a *active) (outcome, error) {
 	ctx, cancel := context.WithTimeout(ctx, m.b.Digest)
 	defer cancel()
@@ -55,7 +55,7 @@ func (m *Manager) digest(ctx context.Context, a *active) (outcome, error) {
 			Action: audit.FileChangesCut, Outcome: audit.Failed,
 			Payload: map[string]any{"listed": l.listed, "unlisted": l.unlisted, "unhashed": l.unhashed, "why": why},
 		})
-		out.residual = "not all changed files are listed with their digest: " + why
+		out.residual = "not all changed files are listed with their digest; " + string(audit.FileChangesCut) + " in the record says which and why"
 	}
 	return out, nil
 }
@@ -65,6 +65,7 @@ type lister struct {
 	m        *Manager
 	entries  []audit.Entry
 	listed   int
+	named    int // bytes of names seen
 	unlisted int
 	unhashed int
 	hashed   int64
@@ -88,6 +89,11 @@ func (l *lister) read(tr *tar.Reader) error {
 		p := describe(h)
 		if p.Path == "/" && p.Kind == "dir" {
 			continue // the root is in every layer
+		}
+		if l.named += len(p.Path) + len(p.Target); l.named > l.m.b.DigestNames {
+			l.unlisted++
+			l.why = fmt.Sprintf("more than %d bytes of names", l.m.b.DigestNames)
+			continue
 		}
 		if h.Typeflag == tar.TypeReg && p.Kind == "file" {
 			if err := l.hash(tr, h.Size, &p); err != nil {

@@ -53,6 +53,7 @@ type command struct {
 
 	mu      sync.Mutex
 	readers []*Process
+	holders map[session.Principal]bool // who the record says has hold of it
 	exit    *CommandExit
 	broken  error         // it is not followed any more, and may still run
 	over    chan struct{} // closes when exit or broken is set
@@ -66,6 +67,7 @@ type Process struct {
 	PID uint32 // inside the session
 
 	c      *command
+	actor  session.Principal
 	events chan Event
 	gone   chan struct{}
 	leave  func()
@@ -100,7 +102,7 @@ func (m *Manager) Start(ctx context.Context, id session.ID, actor session.Princi
 		forget()
 		return nil, err
 	}
-	p, err := c.attach()
+	p, err := c.attach(actor)
 	if err != nil {
 		forget()
 		return nil, err
@@ -124,8 +126,9 @@ func (m *Manager) Start(ctx context.Context, id session.ID, actor session.Princi
 }
 
 // Attach takes hold of a command that runs, or that ended a moment ago. It
-// gets the output from now on.
-func (m *Manager) Attach(ctx context.Context, id session.ID, _ session.Principal, commandID string) (*Process, error) {
+// gets the output from now on. The record says who did, once for each caller:
+// input may come in a thousand requests.
+func (m *Manager) Attach(ctx context.Context, id session.ID, actor session.Principal, commandID string) (*Process, error) {
 	a, leave, err := m.enter(ctx, id)
 	if err != nil {
 		return nil, err
@@ -137,7 +140,36 @@ func (m *Manager) Attach(ctx context.Context, id session.ID, _ session.Principal
 	if c == nil {
 		return nil, kind.Errorf(kind.NotFound, "session %s has no command %.64q that runs or just ended", id, commandID)
 	}
-	return c.attach()
+	if !c.holds(actor) {
+		if err := m.note(ctx, a, audit.Entry{
+			Action: audit.CommandAttached, Ref: c.info.ID, Actor: actor, Payload: attachedPayload{Command: c.info.ID},
+		}); err != nil {
+			return nil, err
+		}
+		c.holdBy(actor)
+	}
+	return c.attach(actor)
+}
+
+// maxHolders bounds the callers that are remembered of one command; of one
+// more, every hold is recorded.
+const maxHolders = 64
+
+func (c *command) holds(actor session.Principal) bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.holders[actor]
+}
+
+func (c *command) holdBy(actor session.Principal) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.holders == nil {
+		c.holders = map[session.Principal]bool{}
+	}
+	if len(c.holders) < maxHolders {
+		c.holders[actor] = true
+	}
 }
 
 // Commands lists what runs or ended a moment ago, oldest first.
@@ -220,7 +252,7 @@ func (m *Manager) admitCommand(a *active, actor session.Principal, cmd Command) 
 	}
 	a.commandsBusy++
 	a.commands[c.info.ID] = c
-	c.oomBefore = a.oomKills
+	c.oomBefore = a.killsLocked()
 	return c, nil
 }
 
@@ -574,7 +606,7 @@ func (m *Manager) follow(a *active, id string, past *aside) {
 	a.commandsBusy++
 	a.commands[id] = c
 	a.owing[id] = c.debt
-	c.oomBefore = a.oomKills
+	c.oomBefore = a.killsLocked()
 	a.mu.Unlock()
 	go func() {
 		defer m.work.Done()
@@ -595,10 +627,10 @@ func (m *Manager) follow(a *active, id string, past *aside) {
 }
 
 // attach adds a reader.
-func (c *command) attach() (*Process, error) {
+func (c *command) attach(actor session.Principal) (*Process, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	p := &Process{ID: c.info.ID, PID: c.info.PID, c: c, events: make(chan Event), gone: make(chan struct{})}
+	p := &Process{ID: c.info.ID, PID: c.info.PID, c: c, actor: actor, events: make(chan Event), gone: make(chan struct{})}
 	p.leave = sync.OnceFunc(func() { close(p.gone); c.detach(p) })
 	if len(c.readers) >= maxReaders {
 		return nil, kind.Errorf(kind.Exhausted, "%d callers are attached to command %s already", maxReaders, c.info.ID)
@@ -667,12 +699,18 @@ func (p *Process) Resize(ctx context.Context, s Size) error {
 }
 
 // Signal sends a signal to the command's process group; SIGKILL ends the
-// whole tree.
+// whole tree. The record says so first.
 func (p *Process) Signal(ctx context.Context, n int) error {
 	if n < 1 || n > 64 {
 		return kind.Errorf(kind.Invalid, "%d is not a signal", n).WithField("signal")
 	}
 	return p.call(ctx, func(ctx context.Context, g *guestclient.Client) error {
+		p.c.m.hook("exec.signal.intent")
+		if err := p.c.m.note(ctx, p.c.a, audit.Entry{
+			Action: audit.CommandSignalled, Ref: p.ID, Actor: p.actor, Payload: signalledPayload{Command: p.ID, Signal: n},
+		}); err != nil {
+			return err
+		}
 		return g.Signal(ctx, p.c.pid(), syscall.Signal(n))
 	})
 }

@@ -24,6 +24,10 @@ type creation struct {
 	flow     *flow
 	template Template
 	posture  driver.Posture
+
+	// ran: the row says that the session runs, or may say so. What runs is
+	// ended, step by step, and not undone.
+	ran bool
 }
 
 // Create makes a session and returns it running. A create that fails leaves
@@ -152,14 +156,15 @@ func (c *creation) run(ctx context.Context) error {
 	next := c.s
 	next.State, next.StartedAt = session.Running, c.m.o.Now()
 	entries := append(c.flow.owed, c.flow.entry(audit.SessionRunning, audit.OK, runningPayload{
-		Template: c.s.Spec.Template, Image: c.s.Template, Posture: c.posture,
+		Template: c.s.Template, Image: c.template.ImageDigest, Posture: c.posture,
 	}))
 	stored, err := c.m.transition(ctx, next, entries...)
 	if err != nil {
+		c.lookAgain()
 		return err
 	}
 	c.flow.owed = nil
-	c.s = stored
+	c.s, c.ran = stored, true
 	c.flow.timing = append(c.flow.timing, Phase{Name: "record", Took: time.Since(start)})
 	c.m.hook("create.running.done")
 	// Gates open only now: nothing enters before the record says that the
@@ -167,9 +172,24 @@ func (c *creation) run(ctx context.Context) error {
 	return c.a.letIn()
 }
 
+// lookAgain finds out whether the session runs after all, when the answer to
+// that change was an error: replies get lost.
+func (c *creation) lookAgain() {
+	ctx, cancel := context.WithTimeout(c.m.ends, c.m.b.Settle)
+	defer cancel()
+	s, err := c.m.o.Store.Get(ctx, c.s.ID)
+	if err == nil && s.State == session.Creating {
+		return
+	}
+	c.ran = true // or nobody can tell
+	if err == nil {
+		c.s, c.flow.owed = s, nil
+	}
+}
+
 func (c *creation) lease(ctx context.Context) (outcome, error) {
 	err := c.m.o.Templates.Lease(ctx, c.template.Digest, string(c.a.id))
-	return outcome{facts: map[string]any{"image": c.template.Digest}}, err
+	return outcome{facts: map[string]any{"template": c.template.Digest}}, err
 }
 
 func (c *creation) start(ctx context.Context) (outcome, error) {
@@ -203,17 +223,22 @@ func (c *creation) inspect(ctx context.Context) (outcome, error) {
 	return outcome{}, fmt.Errorf("isolation is not as it must be: %v", wrong)
 }
 
-// fail undoes a create that stopped with cause and ends the session. It runs
-// on a context that outlives the caller.
+// fail undoes a create that stopped with cause and ends the session; one that
+// runs already it only ends. It works on a context that outlives the caller.
 func (c *creation) fail(ctx context.Context, cause error) (session.Session, error) {
 	m := c.m
 	m.hook("create.fail")
 	undoing, cancel := context.WithTimeout(m.ends, m.b.Undo)
 	defer cancel()
-	undoErr := c.flow.undo(undoing, c.steps())
-	if undoErr != nil {
-		// Not lost: the end that follows destroys again, and is retried.
-		m.log.Error("undoing a create", "session", c.s.ID, "error", undoErr)
+	c.a.mu.Lock()
+	died := c.a.died
+	c.a.mu.Unlock()
+	var undoErr error
+	if !c.ran {
+		if undoErr = c.flow.undo(undoing, c.steps()); undoErr != nil {
+			// Not lost: the end that follows destroys again, and is retried.
+			m.log.Error("undoing a create", "session", c.s.ID, "error", undoErr)
+		}
 	}
 	if c.s.Version == 0 {
 		// The record may not have been opened. Where a reply was lost it was,
@@ -234,7 +259,15 @@ func (c *creation) fail(ctx context.Context, cause error) (session.Session, erro
 	if errors.Is(context.Cause(ctx), context.Canceled) {
 		detail = "whoever asked for it went away"
 	}
-	e := m.beginEnd(c.a, EndRequest{ID: c.s.ID, Actor: c.req.Owner, Reason: session.CreateFailed, Detail: detail})
+	req := EndRequest{ID: c.s.ID, Actor: c.req.Owner, Reason: session.CreateFailed, Detail: detail}
+	var facts []audit.Entry
+	if died != nil {
+		facts = died.facts
+		if c.ran {
+			req = died.end
+		}
+	}
+	e := m.beginEnd(c.a, req, facts...)
 	if e == nil {
 		// Stopping: the next process ends the session.
 		return c.s, errors.Join(cause, m.append(undoing, c.s.ID, c.a.take()...))

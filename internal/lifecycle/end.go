@@ -190,7 +190,8 @@ func (m *Manager) endOnce(ctx context.Context, a *active, req EndRequest, f *flo
 		return s, err
 	}
 	f.owed = append(f.owed, debts...)
-	s.State, s.EndedAt, s.Residuals = session.Ended, m.o.Now(), f.residuals()
+	s.State, s.EndedAt = session.Ended, m.o.Now()
+	s.Residuals, _ = f.residuals()
 	result := audit.Closed
 	if len(s.Residuals) > 0 {
 		result = audit.ClosedWithResiduals
@@ -331,7 +332,7 @@ func (m *Manager) stuck(ctx context.Context, s session.Session, f *flow, cause e
 	if len(f.owed) == 0 {
 		return s, cause
 	}
-	s.Residuals = f.residuals()
+	_, s.Residuals = f.residuals()
 	stored, err := m.transition(ctx, s, f.owed...)
 	if err != nil {
 		return s, errors.Join(cause, err)

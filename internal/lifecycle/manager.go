@@ -237,7 +237,7 @@ func (m *Manager) SetTimeout(ctx context.Context, id session.ID, actor session.P
 		return s, m.refusal(s)
 	}
 	// The record first: should the node's timer not follow, the caller learns
-	// of it, and the next start sets it from the session.
+	// of it, and the sweep sets it from the session.
 	at := m.o.Now().Add(seconds.Duration())
 	s.Deadline = at
 	s, err = m.transition(ctx, s, audit.Entry{
@@ -247,10 +247,39 @@ func (m *Manager) SetTimeout(ctx context.Context, id session.ID, actor session.P
 	if err != nil {
 		return session.Session{}, err
 	}
-	if err := m.o.Node.SetDeadline(a.sandbox, s.Deadline); err != nil {
-		return s, fmt.Errorf("session %s: deadline on the node: %w", id, err)
+	return s, m.putDeadline(a, s)
+}
+
+// putDeadline gives the node the deadline of a session whose row is held.
+func (m *Manager) putDeadline(a *active, s session.Session) error {
+	err := m.o.Node.SetDeadline(a.sandbox, s.Deadline)
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	a.lateDeadline = err != nil
+	if err != nil {
+		return fmt.Errorf("session %s: deadline on the node: %w", a.id, err)
 	}
-	return s, nil
+	return nil
+}
+
+// setLateDeadline gives the node a deadline that it did not take when it was
+// set.
+func (m *Manager) setLateDeadline(ctx context.Context, a *active) error {
+	a.mu.Lock()
+	late := a.lateDeadline
+	a.mu.Unlock()
+	if !late {
+		return nil
+	}
+	if err := a.lock(ctx); err != nil {
+		return err
+	}
+	defer a.unlock()
+	s, err := m.o.Store.Get(ctx, a.id)
+	if err != nil || s.State != session.Running {
+		return err
+	}
+	return m.putDeadline(a, s)
 }
 
 // Stats measures the session's sandbox from the host's side.
@@ -260,6 +289,8 @@ func (m *Manager) Stats(ctx context.Context, id session.ID) (driver.Stats, error
 		return driver.Stats{}, err
 	}
 	defer leave()
+	ctx, cancel := a.within(ctx)
+	defer cancel()
 	return m.o.Node.Stats(ctx, a.sandbox)
 }
 

@@ -3,7 +3,6 @@ package lifecycle
 import (
 	"context"
 	"io"
-	"net"
 	"time"
 
 	"bivy/internal/audit"
@@ -76,8 +75,6 @@ type Node interface {
 	Inspect(ctx context.Context, id session.SandboxID) (driver.Posture, error)
 	// Guest returns the client of the agent inside a running sandbox.
 	Guest(ctx context.Context, id session.SandboxID) (*guestclient.Client, error)
-	// Dial connects to a TCP port inside.
-	Dial(ctx context.Context, id session.SandboxID, port uint16) (net.Conn, error)
 	// Shut refuses new work for the sandbox and cuts open connections into it.
 	Shut(ctx context.Context, id session.SandboxID) error
 	// Freeze pauses the sandbox where the driver can; else it does nothing.
@@ -121,9 +118,10 @@ func (s SandboxSpec) Snapshot() string {
 
 // Template is a resolved environment to start from.
 type Template struct {
-	Digest   string // "sha256:…" of the template: of its image and defaults together
-	Image    string // path of the image file
-	Snapshot string // directory of its snapshot; empty: boot it
+	Digest      string // "sha256:…" of the template: of its image and defaults together
+	ImageDigest string // "sha256:…" of the image file
+	Image       string // path of the image file
+	Snapshot    string // directory of its snapshot; empty: boot it
 	// SnapshotDiskMiB is the disk that the snapshot was made with, which a
 	// restored sandbox has too.
 	SnapshotDiskMiB int64

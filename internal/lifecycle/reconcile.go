@@ -180,7 +180,7 @@ func (m *Manager) sweep(ctx context.Context) error {
 		case session.Ending:
 			m.beginEnd(a, EndRequest{ID: s.ID, Actor: system, Reason: s.Reason, Detail: s.Detail})
 		case session.Running, session.Pausing, session.Standby, session.Resuming, session.Quarantined:
-			errs = append(errs, m.payOverdue(a))
+			errs = append(errs, m.payOverdue(ctx, a), m.setLateDeadline(ctx, a))
 			if !ok || !up {
 				m.crashed(ctx, a)
 			}
@@ -236,13 +236,14 @@ func (m *Manager) heard(x Exited) {
 		case x.Exit.PIDs:
 			req.Reason, req.Detail = session.ResourceOut, "the sandbox reached its limit of threads on the host and stopped"
 		}
-		if a.diedCreating(req.Detail) {
-			return // the create fails, undoes itself and ends the session
-		}
-		m.beginEnd(a, req, audit.Entry{
+		fact := audit.Entry{
 			Action: audit.SandboxExited, Outcome: audit.Failed, Actor: system, Sandbox: a.sandbox,
 			Payload: exitedPayload{Code: x.Exit.Code, Signal: x.Exit.Signal, OOM: x.Exit.OOM, PIDs: x.Exit.PIDs},
-		})
+		}
+		if a.diedCreating(&death{end: req, facts: []audit.Entry{fact}}) {
+			return // the create fails and ends the session
+		}
+		m.beginEnd(a, req, fact)
 	case x.Deadline:
 		m.beginEnd(a, EndRequest{ID: id, Actor: system, Reason: session.Deadline, Detail: "its time was up"})
 	}
@@ -250,14 +251,14 @@ func (m *Manager) heard(x Exited) {
 
 // diedCreating stops a create whose sandbox has stopped; false means that no
 // create is in progress.
-func (a *active) diedCreating(detail string) bool {
+func (a *active) diedCreating(d *death) bool {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	if a.stopCreate == nil || a.ending != nil {
 		return false
 	}
-	a.died = kind.Errorf(kind.Unavailable, "%s while it was being started", detail)
-	a.stopCreate(a.died)
+	a.died = d
+	a.stopCreate(d.err())
 	return true
 }
 
@@ -275,9 +276,9 @@ func stoppedDetail(x Exited) string {
 // lives on.
 func (m *Manager) recordOOM(a *active, kills int64) {
 	a.mu.Lock()
-	news := kills > a.oomKills && a.ending == nil
+	news := kills > a.killsLocked() && a.ending == nil
 	if news {
-		a.oomKills = kills
+		a.oomTelling = kills
 	}
 	a.mu.Unlock()
 	if !news {
@@ -292,8 +293,19 @@ func (m *Manager) recordOOM(a *active, kills int64) {
 		if err != nil {
 			m.log.Error("recording that the memory limit was hit", "session", a.id, "error", err)
 		}
+		a.mu.Lock()
+		defer a.mu.Unlock()
+		if err == nil {
+			a.oomKills = max(a.oomKills, kills)
+		} else if a.oomTelling == kills {
+			a.oomTelling = 0 // the node tells it again
+		}
 	})
 }
+
+// killsLocked is how many kills of the memory limit are in the record, or on
+// their way there.
+func (a *active) killsLocked() int64 { return max(a.oomKills, a.oomTelling) }
 
 // recordJump notes in every live record that the wall clock was moved: times
 // before and after do not compare, deadlines are not affected.

@@ -60,6 +60,15 @@ type commandPayload struct {
 	Encoding string   `json:"encoding,omitempty"` // "escaped" when argv or cwd is not UTF-8
 }
 
+type signalledPayload struct {
+	Command string `json:"command"`
+	Signal  int    `json:"signal"`
+}
+
+type attachedPayload struct {
+	Command string `json:"command"`
+}
+
 type startedPayload struct {
 	Command string `json:"command"`
 	PID     uint32 `json:"pid"`
@@ -198,9 +207,9 @@ func (p *past) resume(f *flow) {
 	for _, s := range p.left {
 		switch {
 		case s.Error != "":
-			f.leave(s.Step, s.Error)
+			f.leave(s.Step, undone(s.Step, s.Error))
 		case s.Residual != "":
-			f.leave(s.Step, s.Residual)
+			f.leave(s.Step, residual{s.Residual, s.Residual})
 		default:
 			delete(f.left, s.Step)
 		}

@@ -34,9 +34,23 @@ type step struct {
 
 // outcome is what a step has to say for the record.
 type outcome struct {
-	facts    map[string]any
-	residual string        // what could not be proved; empty when all was
+	facts map[string]any
+	// residual is what could not be proved; empty when all was. It goes into
+	// the seal, from which nothing can be erased: a phrase of this package,
+	// with nothing in it that a guest or the host's errors have said.
+	residual string
 	entries  []audit.Entry // further events, committed with the outcome
+}
+
+// residual is what a step could not prove.
+type residual struct {
+	phrase string // for the seal
+	detail string // for people, while the session lasts
+}
+
+// undone is the residual of a step that failed, whose event has the error.
+func undone(step, detail string) residual {
+	return residual{phrase: "the end's step " + step + " failed; its event in the record says how", detail: detail}
 }
 
 // flow runs steps for one session and keeps the record of it.
@@ -53,7 +67,7 @@ type flow struct {
 	owed     []audit.Entry   // outcomes that go into the next commit
 	intended map[string]bool // steps whose intent is durable
 	done     map[string]bool // steps whose outcome is in owed or durable
-	left     map[string]string
+	left     map[string]residual
 	order    []string // of left
 	tries    map[string]int
 	timing   Timing
@@ -76,7 +90,7 @@ type stepPayload struct {
 func newFlow(m *Manager, name string, id session.ID, sandbox session.SandboxID, actor session.Principal) *flow {
 	return &flow{
 		m: m, name: name, id: id, sandbox: sandbox, actor: actor, reached: -1,
-		intended: map[string]bool{}, done: map[string]bool{}, left: map[string]string{}, tries: map[string]int{},
+		intended: map[string]bool{}, done: map[string]bool{}, left: map[string]residual{}, tries: map[string]int{},
 	}
 }
 
@@ -159,7 +173,7 @@ func (f *flow) one(ctx context.Context, s *step) error {
 			p.Facts = map[string]any{"try": n}
 			f.owed = append(f.owed, f.entry(audit.StepFailed, audit.Failed, p))
 		}
-		f.leave(s.name, p.Error)
+		f.leave(s.name, undone(s.name, p.Error))
 		if !f.goOn || s.must {
 			return err
 		}
@@ -169,7 +183,7 @@ func (f *flow) one(ctx context.Context, s *step) error {
 	f.done[s.name] = true
 	f.owed = append(f.owed, f.entry(audit.StepDone, audit.OK, p))
 	if out.residual != "" {
-		f.leave(s.name, out.residual)
+		f.leave(s.name, residual{out.residual, out.residual})
 	} else {
 		delete(f.left, s.name)
 	}
@@ -189,14 +203,28 @@ func (f *flow) unbegun(rest []step) {
 
 // undo takes back, in reverse, every step up to the last one begun. It goes
 // on past failures and returns them joined: whoever called it ends the
-// session, which tries again.
+// session, which tries again. Without its intents in the record it does nothing.
 func (f *flow) undo(ctx context.Context, steps []step) error {
-	var errs []error
+	var todo []*step
 	for i := f.reached; i >= 0; i-- {
-		s := &steps[i]
-		if s.undo == nil {
-			continue
+		if steps[i].undo != nil {
+			todo = append(todo, &steps[i])
 		}
+	}
+	if len(todo) == 0 {
+		return nil
+	}
+	entries := f.owed
+	for _, s := range todo {
+		entries = append(entries, f.entry(audit.StepIntent, audit.Pending, stepPayload{Flow: "undo-" + f.name, Step: s.name}))
+	}
+	f.m.hook(f.name + ".undo.intent")
+	if err := f.append(ctx, entries); err != nil {
+		return fmt.Errorf("undo %s: refused, because it cannot be recorded: %w", f.name, err)
+	}
+	f.owed = nil
+	var errs []error
+	for _, s := range todo {
 		f.m.hook(f.name + "." + s.name + ".undo")
 		start := time.Now()
 		err := s.undo(ctx)
@@ -213,22 +241,22 @@ func (f *flow) undo(ctx context.Context, steps []step) error {
 }
 
 // leave notes what step name could not prove; the last word counts.
-func (f *flow) leave(name, what string) {
+func (f *flow) leave(name string, what residual) {
 	if _, ok := f.left[name]; !ok {
 		f.order = append(f.order, name)
 	}
 	f.left[name] = what
 }
 
-// residuals lists what the flow could not prove, in the order it came up.
-func (f *flow) residuals() []string {
-	var out []string
+// residuals lists what the flow could not prove, in the order it came up: in
+// phrases, for the seal, and in detail.
+func (f *flow) residuals() (phrases, details []string) {
 	for _, name := range f.order {
 		if what, ok := f.left[name]; ok {
-			out = append(out, what)
+			phrases, details = append(phrases, what.phrase), append(details, what.detail)
 		}
 	}
-	return out
+	return phrases, details
 }
 
 func (f *flow) append(ctx context.Context, entries []audit.Entry) error {

@@ -40,6 +40,7 @@ type Bounds struct {
 	Undo        time.Duration // undoing a failed create; 0: 30 s
 	Digest      time.Duration // listing what a session changed; 0: 10 s
 	DigestFiles int           // files listed at the end; 0: 10,000
+	DigestNames int           // bytes of the names of those files; 0: 8 MiB
 	DigestBytes int64         // bytes hashed at the end; 0: 1 GiB
 	Kill        time.Duration // one attempt to kill and remove a sandbox; 0: 20 s
 	Drain       time.Duration // running commands and file operations after the cut; 0: 3 s
@@ -71,6 +72,9 @@ func (b Bounds) withDefaults() Bounds {
 	dur(&b.Stop, 10*time.Second)
 	if b.DigestFiles == 0 {
 		b.DigestFiles = 10_000
+	}
+	if b.DigestNames == 0 {
+		b.DigestNames = 8 << 20
 	}
 	if b.DigestBytes == 0 {
 		b.DigestBytes = 1 << 30

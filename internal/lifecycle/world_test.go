@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
-	"net"
 	"os"
 	"path/filepath"
 	"slices"
@@ -66,7 +65,7 @@ func (s *templates) Resolve(_ context.Context, name string, _ func(int64, int64,
 	if name != "base" {
 		return lifecycle.Template{}, kind.Errorf(kind.NotFound, "there is no template %q; there is: base", name).WithField("template")
 	}
-	return lifecycle.Template{Digest: "sha256:" + strings.Repeat("0", 64), Image: "/nonexistent", Agent: []string{"/agent"}}, nil
+	return lifecycle.Template{Digest: "sha256:" + strings.Repeat("0", 64), ImageDigest: "sha256:" + strings.Repeat("1", 64), Image: "/nonexistent", Agent: []string{"/agent"}}, nil
 }
 
 func (s *templates) Lease(_ context.Context, digest, holder string) error {
@@ -210,9 +209,8 @@ func (n faultyNode) Guest(ctx context.Context, id session.SandboxID) (c *guestcl
 	return c, err
 }
 
-func (n faultyNode) Dial(ctx context.Context, id session.SandboxID, port uint16) (c net.Conn, err error) {
-	err = n.f.do("Node.Dial", func() (err error) { c, err = n.Node.Dial(ctx, id, port); return err })
-	return c, err
+func (n faultyNode) SetDeadline(id session.SandboxID, at time.Time) error {
+	return n.f.do("Node.SetDeadline", func() error { return n.Node.SetDeadline(id, at) })
 }
 
 func (n faultyNode) Shut(ctx context.Context, id session.SandboxID) error {

@@ -13,5 +13,11 @@ func (n *Node) has(id session.SandboxID) bool {
 }
 
 func (n *Node) guestDial(id session.SandboxID) func(context.Context) (net.Conn, error) {
-	return func(ctx context.Context) (net.Conn, error) { return n.Dial(ctx, id, n.o.AgentPort) }
+	return func(ctx context.Context) (net.Conn, error) {
+		e, err := n.entry(id)
+		if err != nil {
+			return nil, err
+		}
+		return n.dial(ctx, e, n.o.AgentPort)
+	}
 }

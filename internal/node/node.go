@@ -430,15 +430,7 @@ func (e *entry) openLocked() error {
 	return nil
 }
 
-// Dial connects to a TCP port inside.
-func (n *Node) Dial(ctx context.Context, id session.SandboxID, port uint16) (net.Conn, error) {
-	e, err := n.entry(id)
-	if err != nil {
-		return nil, err
-	}
-	return n.dial(ctx, e, port)
-}
-
+// dial connects to a TCP port inside.
 func (n *Node) dial(ctx context.Context, e *entry, port uint16) (net.Conn, error) {
 	e.mu.Lock()
 	err := e.openLocked()

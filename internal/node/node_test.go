@@ -302,7 +302,7 @@ func TestShutCutsAndStaysShut(t *testing.T) {
 	n, _ := w.node(t)
 	run(t, n)
 	id := mustStart(t, n, want(time.Time{}))
-	raw, err := n.Dial(t.Context(), id, n.o.AgentPort)
+	raw, err := n.guestDial(id)(t.Context())
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -326,8 +326,8 @@ func TestShutCutsAndStaysShut(t *testing.T) {
 	if _, err := p.Next(); err == nil || errors.Is(err, io.EOF) {
 		t.Errorf("a stream outlived the gate: %v", err)
 	}
-	if _, err := n.Dial(t.Context(), id, n.o.AgentPort); !kind.Is(err, kind.Conflict) {
-		t.Errorf("Dial: %v", err)
+	if _, err := n.guestDial(id)(t.Context()); !kind.Is(err, kind.Conflict) {
+		t.Errorf("dial: %v", err)
 	}
 	if _, err := n.Guest(t.Context(), id); !kind.Is(err, kind.Conflict) {
 		t.Errorf("Guest: %v", err)
