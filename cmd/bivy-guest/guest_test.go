@@ -6,6 +6,7 @@ import (
 	"errors"
 	"io"
 	"net"
+	"net/http"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -72,7 +73,7 @@ func TestShipped(t *testing.T) {
 		text, _ := io.ReadAll(bufio.NewReader(stderr)) // ends with the agent
 		log <- string(text)
 	}()
-	c := guestclient.New(guestclient.Config{Dial: func(ctx context.Context) (net.Conn, error) {
+	dial := func(ctx context.Context) (net.Conn, error) {
 		var d net.Dialer
 		for { // until it listens
 			conn, err := d.DialContext(ctx, "unix", socket)
@@ -84,7 +85,8 @@ func TestShipped(t *testing.T) {
 			case <-ctx.Done():
 			}
 		}
-	}})
+	}
+	c := guestclient.New(guestclient.Config{Dial: dial})
 	defer c.Close()
 	if err := c.Health(t.Context()); err != nil {
 		t.Fatal(err)
@@ -103,7 +105,17 @@ func TestShipped(t *testing.T) {
 	if e, err := p.Next(); err != nil || e.Exit.Code != 4 {
 		t.Errorf("got %+v, %v", e, err)
 	}
-	if err := c.Reclaim(t.Context()); err != nil {
+	req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, "http://guest/reclaim", nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	req.Header.Set(wire.HeaderToken, "t")
+	plain := http.Transport{DisableKeepAlives: true, DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) { return dial(ctx) }}
+	res, err := plain.RoundTrip(req)
+	if err != nil || res.StatusCode != http.StatusNoContent {
+		t.Fatalf("reclaim: %+v, %v", res, err)
+	}
+	if err := res.Body.Close(); err != nil {
 		t.Fatal(err)
 	}
 	if kib := resident(t, cmd.Process.Pid); kib > maxResident {

@@ -148,10 +148,12 @@ func TestAccess(t *testing.T) {
 	if res, err := s.Init(ctx, wire.InitRequest{AccessToken: "next"}); err != nil || res.Generation != 4 {
 		t.Errorf("again: %+v, %v", res, err)
 	}
-	if _, err := guestclient.New(guestclient.Config{Dial: s.dial, Token: "stale"}).Metrics(ctx); kind.Of(err) != kind.Unauthentic {
+	if _, err := guestclient.New(guestclient.Config{Dial: s.dial, Token: "stale"}).Processes(ctx); kind.Of(err) != kind.Unauthentic {
 		t.Errorf("stale token: %v", err)
 	}
-	if m, err := s.Metrics(ctx); err != nil || m.CPUCount < 1 || m.MemTotal == 0 || m.MemUsed == 0 || m.DiskTotal == 0 {
+	var m wire.Metrics
+	answer, text := s.do(t, http.MethodGet, "/metrics", "", map[string]string{wire.HeaderToken: "next"})
+	if err := json.Unmarshal([]byte(text), &m); err != nil || answer.StatusCode != http.StatusOK || m.CPUCount < 1 || m.MemTotal == 0 || m.MemUsed == 0 || m.DiskTotal == 0 {
 		t.Errorf("metrics %+v, %v", m, err)
 	}
 }

@@ -29,9 +29,14 @@ import (
 // base is a placeholder authority: Dial decides where a request goes.
 const base = "http://guest"
 
-// maxAnswer bounds one message from the guest; the largest is a directory
-// listing at the agent's own limit.
-const maxAnswer = 64 << 20
+// Bounds of one message from the guest, which this process holds and decodes
+// whole: of processes, whose output comes in small chunks; of files, where a
+// directory is listed in one message; and of plain answers.
+const (
+	maxProcessMessage = 1 << 20
+	maxFilesMessage   = 8 << 20
+	maxAnswer         = 1 << 20
+)
 
 // callTimeout bounds a short call whose context has no deadline of its own.
 const callTimeout = 30 * time.Second
@@ -78,12 +83,11 @@ func New(cfg Config) *Client {
 		CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse },
 	}
 	opts := []connect.ClientOption{
-		connect.WithReadMaxBytes(maxAnswer),
 		// The link is memory; compressing for it only costs processor time.
 		connect.WithAcceptCompression("gzip", nil, nil),
 	}
-	c.process = processconnect.NewProcessClient(c.http, base, opts...)
-	c.files = filesystemconnect.NewFilesystemClient(c.http, base, opts...)
+	c.process = processconnect.NewProcessClient(c.http, base, append(opts, connect.WithReadMaxBytes(maxProcessMessage))...)
+	c.files = filesystemconnect.NewFilesystemClient(c.http, base, append(opts, connect.WithReadMaxBytes(maxFilesMessage))...)
 	return c
 }
 
@@ -93,10 +97,6 @@ func (c *Client) Close() error {
 	c.transport.CloseIdleConnections()
 	return nil
 }
-
-// CloseIdle drops pooled connections, which a pause or a restore of the guest
-// has made useless.
-func (c *Client) CloseIdle() { c.transport.CloseIdleConnections() }
 
 // Token returns the token in use.
 func (c *Client) Token() string {

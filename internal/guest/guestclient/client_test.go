@@ -150,9 +150,29 @@ func TestHostileAnswers(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
 	defer cancel()
 	c := hostile(t, endless)
-	if _, err := c.Metrics(ctx); err == nil {
-		t.Error("endless metrics are accepted")
+	if _, err := c.WriteFile(ctx, "", "x", strings.NewReader("x"), 1); err == nil {
+		t.Error("an endless answer is accepted")
 	}
+	for name, answer := range map[string]struct {
+		size int
+		call func(*guestclient.Client) error
+	}{
+		"processes": {1<<20 + 1, func(c *guestclient.Client) error { _, err := c.AttachTag(ctx, "x"); return err }},
+		"listing":   {8<<20 + 1, func(c *guestclient.Client) error { _, err := c.ListDir(ctx, "", "/", 1); return err }},
+	} {
+		c = hostile(t, func(w http.ResponseWriter, r *http.Request) {
+			w.Header().Set("Content-Type", r.Header.Get("Content-Type"))
+			text := make([]byte, answer.size)
+			if name == "processes" {
+				binary.BigEndian.PutUint32(text[1:], uint32(answer.size))
+			}
+			_, _ = w.Write(text) // the client hangs up half way
+		})
+		if err := answer.call(c); kind.Of(err) != kind.Exhausted {
+			t.Errorf("%s larger than their bound: %v", name, err)
+		}
+	}
+	c = hostile(t, endless)
 	c = hostile(t, func(w http.ResponseWriter, r *http.Request) {
 		w.WriteHeader(http.StatusTeapot)
 		endless(w, r)

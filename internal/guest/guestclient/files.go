@@ -168,31 +168,11 @@ func (c *Client) WriteFile(ctx context.Context, user, path string, data io.Reade
 	return written[0], nil
 }
 
-// Metrics returns what the guest measures of itself.
-func (c *Client) Metrics(ctx context.Context) (wire.Metrics, error) {
-	ctx, cancel := c.short(ctx)
-	defer cancel()
-	var m wire.Metrics
-	req, err := http.NewRequestWithContext(ctx, http.MethodGet, base+"/metrics", nil)
-	if err != nil {
-		return m, fmt.Errorf("metrics: %w", err)
-	}
-	return m, c.doJSON("metrics", req, &m)
-}
-
 // Health returns nil when the agent answers.
 func (c *Client) Health(ctx context.Context) error {
 	ctx, cancel := c.short(ctx)
 	defer cancel()
 	return c.doEmpty(ctx, "health", http.MethodGet, "/health")
-}
-
-// Reclaim asks the agent to give unused memory back to the guest's kernel,
-// which is worth doing before a snapshot.
-func (c *Client) Reclaim(ctx context.Context) error {
-	ctx, cancel := c.short(ctx)
-	defer cancel()
-	return c.doEmpty(ctx, "reclaim", http.MethodPost, "/reclaim")
 }
 
 // InitResult is what the agent says about its initialisation.

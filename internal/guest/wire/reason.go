@@ -57,19 +57,5 @@ func ReasonOf(err error) Reason {
 	return ""
 }
 
-// IsNotFound reports that the command does not exist: a shell would exit 127.
-func IsNotFound(err error) bool { return ReasonOf(err) == ReasonCommandNotFound }
-
-// IsNotExecutable reports that the command exists but cannot be run: a shell
-// would exit 126.
-func IsNotExecutable(err error) bool { return ReasonOf(err) == ReasonCommandNotExecutable }
-
-// IsBadCwd reports that the working directory is missing, not a directory or
-// closed to the user.
-func IsBadCwd(err error) bool { return ReasonOf(err) == ReasonCwd }
-
-// IsUnknownUser reports that the guest has no such user.
-func IsUnknownUser(err error) bool { return ReasonOf(err) == ReasonUser }
-
 // IsTimeout reports that the process was killed at its lifetime limit.
 func IsTimeout(err error) bool { return ReasonOf(err) == ReasonTimeout }
