@@ -18,6 +18,8 @@ import (
 	"bivy/internal/api"
 	"bivy/internal/api/apitest"
 	"bivy/internal/audit"
+	"bivy/internal/lifecycle"
+	"bivy/internal/session"
 )
 
 // server is a server on a Backend, and a client with an admin's key.
@@ -28,12 +30,21 @@ type server struct {
 	ts  *httptest.Server
 }
 
-func serve(t *testing.T) *server {
+func serve(t *testing.T, change ...func(*api.Options)) *server {
 	t.Helper()
 	b := apitest.New(t.TempDir())
 	h, err := b.Handler()
 	if err != nil {
 		t.Fatal(err)
+	}
+	if len(change) > 0 {
+		o := b.Options()
+		for _, c := range change {
+			c(&o)
+		}
+		if h, err = api.New(o); err != nil {
+			t.Fatal(err)
+		}
 	}
 	ts := httptest.NewUnstartedServer(h)
 	ts.Config = api.NewServer(h, nil)
@@ -231,10 +242,70 @@ func TestProgress(t *testing.T) {
 	if !errors.Is(err, &client.Error{Code: client.CodeExhausted}) {
 		t.Errorf("a create that fails after news: %v", err)
 	}
+	for _, o := range []client.CreateOptions{o, {}} {
+		var e *client.Error
+		_, err := s.CreateSessionWith(t.Context(), client.CreateSession{Spec: client.Spec{Template: "begun"}}, o)
+		if !errors.As(err, &e) || e.Field != "template" || !strings.HasPrefix(e.Hint, "remove something; ") || !strings.Contains(e.Hint, ": bivy logs ") {
+			t.Errorf("a create that began: %#v", err)
+		}
+	}
 	_, err = s.CreateSessionWith(t.Context(), client.CreateSession{Spec: client.Spec{Template: "missing"}}, o)
 	var e *client.Error
 	if !errors.As(err, &e) || e.Status != 404 || e.Field != "template" || e.Hint == "" {
 		t.Errorf("a create that fails before news: %#v", err)
+	}
+}
+
+// commands is api.Commands under a name that its methods do not have.
+type commands = api.Commands
+
+// slow is api.Commands whose starts wait, and happen even when they are given up.
+type slow struct {
+	commands
+	began, release chan struct{}
+}
+
+func (s slow) Start(ctx context.Context, id session.ID, actor session.Principal, cmd lifecycle.Command) (api.Process, error) {
+	p, err := s.commands.Start(context.WithoutCancel(ctx), id, actor, cmd)
+	close(s.began)
+	select {
+	case <-s.release:
+	case <-ctx.Done():
+		if err == nil {
+			p.Detach()
+		}
+		return nil, ctx.Err()
+	}
+	return p, err
+}
+
+// A caller that goes while its command starts takes the command along.
+func TestKillWhileStarting(t *testing.T) {
+	slow := slow{began: make(chan struct{}), release: make(chan struct{})}
+	s := serve(t, func(o *api.Options) { slow.commands = o.Commands; o.Commands = slow })
+	sess := s.session(t)
+	ctx, cancel := context.WithCancel(t.Context())
+	gaveUp := make(chan error)
+	go func() {
+		_, err := sess.Start(ctx, client.Command{Argv: []string{"sleep", "103"}, OnDisconnect: client.Kill})
+		gaveUp <- err
+	}()
+	<-slow.began
+	list, err := sess.Commands(t.Context())
+	if err != nil || len(list) != 1 {
+		t.Fatalf("commands: %v, %v", list, err)
+	}
+	watch, err := sess.Attach(t.Context(), list[0].ID)
+	if err != nil {
+		t.Fatal(err)
+	}
+	cancel()
+	if err := <-gaveUp; !errors.Is(err, context.Canceled) {
+		t.Errorf("the caller that went: %v", err)
+	}
+	close(slow.release)
+	if exit, err := watch.Wait(nil, nil); err != nil || exit.Signal != 9 {
+		t.Errorf("the command ended with %+v, %v; want signal 9", exit, err)
 	}
 }
 

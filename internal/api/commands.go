@@ -59,7 +59,13 @@ func (c *call) startProcess(in client.Command, typ string, duplex bool) (Process
 	case typ == "application/json" && duplex:
 		return nil, bad("Accept", "input in the request needs an answer that is a stream")
 	}
-	return c.h.o.Commands.Start(c.ctx(), c.sess.ID, c.actor(), commandIn(in))
+	ctx := c.ctx()
+	if in.OnDisconnect == client.Kill {
+		// A start that is given up when its caller goes may have happened: the
+		// command would run on. Started it is seen to have no caller, and killed.
+		ctx = context.WithoutCancel(ctx)
+	}
+	return c.h.o.Commands.Start(ctx, c.sess.ID, c.actor(), commandIn(in))
 }
 
 // firstFrame begins a request whose body is a stream.
@@ -291,9 +297,11 @@ func (s *stream) flush() error {
 func (s *stream) killCommand() {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(s.c.ctx()), killPatience)
 	defer cancel()
-	if err := s.p.Signal(ctx, killSignal); err != nil && !kind.Is(err, kind.NotFound) {
-		s.c.h.log.Warn("command not killed after its caller went", "session", s.c.sess.ID,
-			"command", s.c.req.PathValue("command"), "error", err)
+	// NotFound and Conflict: it has ended, or its session has.
+	err := s.p.Signal(ctx, killSignal)
+	if err != nil && !kind.Is(err, kind.NotFound) && !kind.Is(err, kind.Conflict) {
+		id, _ := s.p.Identity()
+		s.c.h.log.Warn("command not killed after its caller went", "session", s.c.sess.ID, "command", id, "error", err)
 	}
 }
 

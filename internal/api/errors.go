@@ -52,9 +52,10 @@ func wireError(err error, request string) client.Error {
 		Field: cutText(kind.Field(err), 256), ExitCode: exitCodeOf(err)}
 	if k == kind.Internal {
 		e.Message, e.Field = "internal error", ""
-		if e.Hint == "" {
-			e.Hint = "the server's log has the cause, under request id " + request
+		if e.Hint != "" {
+			e.Hint += "; "
 		}
+		e.Hint += "the server's log has the cause, under request id " + request
 		return e
 	}
 	// The field has its own place; the text is not to begin with it again.

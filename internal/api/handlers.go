@@ -91,6 +91,9 @@ func createSession(c *call) error {
 		}
 	}
 	s, timing, err := c.h.o.Sessions.Create(c.ctx(), req)
+	if err != nil && s.ID != "" {
+		err = withRecord(err, s.ID)
+	}
 	out := client.CreatedSession{SessionInfo: sessionOut(s), Timing: timingOut(timing)}
 	if up != nil {
 		return up.last(err, client.CreateUpdate{Session: &out},
@@ -104,6 +107,17 @@ func createSession(c *call) error {
 		status = http.StatusOK
 	}
 	return c.reply(status, out)
+}
+
+// withRecord says where a create that failed is explained: what was begun has
+// a record, and with it an id.
+func withRecord(err error, id session.ID) error {
+	hint := kind.Hint(err)
+	if hint != "" {
+		hint += "; "
+	}
+	return kind.Errorf(kind.Of(err), "%w", err).
+		WithHint("%sthe record of session %s says what was tried: bivy logs %s", hint, id, id)
 }
 
 // digestOf names a request by content, so that an idempotency key is not used

@@ -11,6 +11,7 @@ import (
 
 	"bivy/client"
 	"bivy/internal/kind"
+	"bivy/internal/session"
 )
 
 // decode reads the request's JSON body into v.
@@ -133,8 +134,8 @@ func (c *call) filePath(name string) (string, error) {
 		return "", kind.Errorf(kind.Invalid, "missing").WithField(name).WithHint("name a file, e.g. ?%s=/home/user/notes.txt", name)
 	case strings.ContainsRune(p, 0):
 		return "", kind.Errorf(kind.Invalid, "a path has no NUL").WithField(name)
-	case len(p) > 4095:
-		return "", kind.Errorf(kind.Invalid, "%d bytes, at most 4095", len(p)).WithField(name)
+	case len(p) > session.MaxPathLength:
+		return "", kind.Errorf(kind.Invalid, "%d bytes, at most %d", len(p), session.MaxPathLength).WithField(name)
 	}
 	return p, nil
 }

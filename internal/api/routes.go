@@ -56,7 +56,7 @@ func (h *Handler) table() []route {
 		{method: "POST", pattern: s + "/move", need: auth.FileWrite, query: append([]string{"to"}, file...), handle: moveFile},
 
 		{method: "GET", pattern: "/v1/templates", need: auth.TemplateRead, handle: listTemplates},
-		{method: "POST", pattern: "/v1/templates", need: auth.TemplateWrite, repeatable: true, handle: buildTemplate},
+		{method: "POST", pattern: "/v1/templates", need: auth.TemplateWrite, handle: buildTemplate},
 		{method: "GET", pattern: "/v1/templates/{name...}", need: auth.TemplateRead, handle: getTemplate},
 		{method: "DELETE", pattern: "/v1/templates/{name...}", need: auth.TemplateWrite, handle: removeTemplate},
 

@@ -61,7 +61,7 @@ const (
 	MaxLabels      = 64
 	MaxLabelLength = 256
 	MaxNameLength  = 255
-	MaxPathLength  = 4096
+	MaxPathLength  = 4095 // of one path, as the kernel counts it
 )
 
 // WithDefaults fills what the spec leaves open.

@@ -155,8 +155,8 @@ func (b *Backend) liveLocked(id session.ID) (*state, error) {
 }
 
 // Create implements api.Sessions. Templates are named for what happens:
-// "missing", "broken", "panic", "slow" and "slow-broken" with news, and "stuck"
-// until the caller goes.
+// "missing", "broken", "panic", "slow" and "slow-broken" with news, "begun" with a
+// session that tells why it ended, and "stuck" until the caller goes.
 func (b *Backend) Create(ctx context.Context, req lifecycle.CreateRequest) (session.Session, lifecycle.Timing, error) {
 	spec := req.Spec.WithDefaults()
 	if err := spec.Validate(); err != nil {
@@ -184,6 +184,10 @@ func (b *Backend) Create(ctx context.Context, req lifecycle.CreateRequest) (sess
 	if spec.Template == "slow-broken" && req.Progress != nil {
 		req.Progress(1, 2, "building slow-broken")
 		return session.Session{}, nil, kind.Errorf(kind.Exhausted, "no space left").WithField("template")
+	}
+	if spec.Template == "begun" {
+		return session.Session{ID: session.NewID(), State: session.Ended, Reason: session.CreateFailed}, nil,
+			kind.Errorf(kind.Exhausted, "no space left").WithField("template").WithHint("remove something")
 	}
 	digest, err := spec.Digest()
 	if err != nil {
