@@ -114,6 +114,8 @@ for name, nr in (('bpf', 321), ('init_module', 175), ('finit_module', 313), ('ke
     r = libc.syscall(nr, 0, 0, 0, 0, 0)
     print('DONE' if r >= 0 else 'refused', name, os.strerror(ctypes.get_errno()))
 `), want: "refused", never: []string{"DONE"}},
+		{name: "no checkpoint by oneself", user: "root", script: "cat /proc/gvisor/spec_environ | tr '\\0' '\\n'; for f in $(ls /proc/gvisor); do [ $f = spec_environ ] || { echo 1 > /proc/gvisor/$f && echo DONE; }; done; echo end", want: "end",
+			never: []string{"DONE", "bivy-e2e", "TOKEN"}},
 		{name: "no interface of one's own", user: "root", script: python(`
 import fcntl, os, struct
 try:
@@ -467,4 +469,36 @@ func probeFiles(t *testing.T, s *server, x *client.Session) {
 	if !bytes.Contains([]byte(s.cli(t, "show", x.ID).out), []byte(x.ID)) {
 		t.Error("the session does not show")
 	}
+}
+
+// TestClonesDiffer: sessions start from one snapshot, and what must be random
+// in them is not the same in two.
+func TestClonesDiffer(t *testing.T) {
+	h := needBed(t).host
+	h.warm(t)
+	h.noLeaks(t)
+	s := h.serve(t)
+	seen := map[string]string{}
+	for range 3 {
+		x := s.create(t, client.Spec{})
+		r := sh(t, x, "root", `head -c 16 /dev/urandom | base64; head -c 16 /dev/random | base64; echo uuid-$(cat /proc/sys/kernel/random/uuid 2>/dev/null || python3 -c 'import uuid; print(uuid.uuid4())')
+echo shell-$RANDOM-$RANDOM-$RANDOM; mktemp -u; mktemp -u; python3 -c 'import random, os, secrets; print(random.random(), os.getrandom(8).hex(), secrets.token_hex(4), hash("a"))'; echo $BIVY_SESSION_ID`)
+		lines := strings.Split(strings.TrimSpace(string(r.Stdout)), "\n")
+		if len(lines) != 8 {
+			t.Fatalf("%q %s", lines, r.Stderr)
+		}
+		for _, line := range lines {
+			if other := seen[line]; other != "" {
+				t.Errorf("%q is in %s and in %s", line, other, x.ID)
+			}
+			seen[line] = x.ID
+		}
+		now := sh(t, x, "", "date +%s%N")
+		var ns int64
+		if _, err := fmt.Sscan(string(now.Stdout), &ns); err != nil || time.Since(time.Unix(0, ns)).Abs() > 3*time.Second {
+			t.Errorf("the clock of %s says %s, %v", x.ID, now.Stdout, err)
+		}
+		s.end(t, x)
+	}
+	s.stop(t)
 }
