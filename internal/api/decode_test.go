@@ -125,6 +125,48 @@ func FuzzDecodeStrict(f *testing.F) {
 	})
 }
 
+// FuzzCreateSession: no request panics; what is wrong with one is said in few
+// words, and what is taken survives being written and read, with one digest.
+func FuzzCreateSession(f *testing.F) {
+	for _, seed := range []string{
+		`{}`, `{"template":"base","timeout_seconds":60}`, `{"env":{"A":"b"},"labels":{"t":"x"},"on_behalf_of":"ann"}`, `{"TEMPLATE":"x"}`, `{"version":9}`,
+		`{"resources":{"cpu_millis":1000,"memory_mib":512,"disk_mib":64,"pids":100}}`, `{"env":{"\u0000":""}}`, `{"resources":{"pids":99999999999999999999}}`,
+	} {
+		f.Add([]byte(seed))
+	}
+	f.Fuzz(func(t *testing.T, data []byte) {
+		var in client.CreateSession
+		if err := decodeStrict(data, false, &in); err != nil {
+			if !kind.Is(err, kind.Invalid) {
+				t.Errorf("%v is %s", err, kind.Of(err))
+			}
+			return
+		}
+		full := specIn(in.Spec).WithDefaults()
+		if err := full.Validate(); err != nil {
+			if !kind.Is(err, kind.Invalid) || kind.Field(err) == "" || len(err.Error()) > 1000 {
+				t.Errorf("%v: kind %s, field %q", err, kind.Of(err), kind.Field(err))
+			}
+			return
+		}
+		text, err := json.Marshal(in)
+		if err != nil {
+			t.Fatal(err)
+		}
+		var again client.CreateSession
+		if err := decodeStrict(text, false, &again); err != nil {
+			t.Fatalf("%s does not read back: %v", text, err)
+		}
+		a, err := full.Digest()
+		if err != nil {
+			t.Fatal(err)
+		}
+		if b, err := specIn(again.Spec).WithDefaults().Digest(); err != nil || a != b {
+			t.Errorf("digest %s and after reading back %s, %v", a, b, err)
+		}
+	})
+}
+
 // fill sets everything in v to something that is not zero.
 func fill(v reflect.Value) {
 	switch v.Kind() {

@@ -101,6 +101,19 @@ func (s *specFlags) request() (client.CreateSession, error) {
 	return out, nil
 }
 
+// parseSpec reads and checks a spec, and does not fill defaults.
+func parseSpec(data []byte) (session.Spec, error) {
+	var s session.Spec
+	if err := config.Decode(data, &s); err != nil {
+		return s, err
+	}
+	if s.Version == 0 {
+		return s, kind.Errorf(kind.Invalid, "missing").WithField("version").
+			WithHint("begin the file with version: %d", session.SpecVersion)
+	}
+	return s, s.WithDefaults().Validate()
+}
+
 // readSpec reads a spec file strictly: an error names the line.
 func readSpec(path string) (client.Spec, error) {
 	f, err := os.Open(path)
@@ -115,15 +128,8 @@ func readSpec(path string) (client.Spec, error) {
 	if len(data) > maxSpecFile {
 		return client.Spec{}, kind.Errorf(kind.Invalid, "%s is larger than %d bytes", path, maxSpecFile).WithField("--spec")
 	}
-	var s session.Spec
-	if err := config.Decode(data, &s); err != nil {
-		return client.Spec{}, fmt.Errorf("%s: %w", path, err)
-	}
-	if s.Version == 0 {
-		return client.Spec{}, kind.Errorf(kind.Invalid, "%s: missing", path).WithField("version").
-			WithHint("begin the file with version: %d", session.SpecVersion)
-	}
-	if err := s.WithDefaults().Validate(); err != nil {
+	s, err := parseSpec(data)
+	if err != nil {
 		return client.Spec{}, fmt.Errorf("%s: %w", path, err)
 	}
 	return client.Spec{

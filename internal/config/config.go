@@ -72,9 +72,9 @@ func (c Config) Validate() error {
 	if (c.TLSCert == "") != (c.TLSKey == "") {
 		return bad("tls_cert", "tls_cert and tls_key belong together")
 	}
-	for field, dir := range map[string]string{"data_dir": c.DataDir, "run_dir": c.RunDir} {
-		if !filepath.IsAbs(dir) {
-			return bad(field, "%q is not an absolute path", dir)
+	for _, d := range []struct{ field, dir string }{{"data_dir", c.DataDir}, {"run_dir", c.RunDir}} {
+		if !filepath.IsAbs(d.dir) {
+			return bad(d.field, "%q is not an absolute path", d.dir)
 		}
 	}
 	if _, err := c.level(); err != nil {

@@ -88,6 +88,7 @@ func TestConfig(t *testing.T) {
 	for _, tc := range []struct{ in, field string }{
 		{"listen: nowhere\n", "listen"},
 		{"data_dir: relative\n", "data_dir"},
+		{"run_dir: relative\ndata_dir: relative\n", "data_dir"},
 		{"tls_cert: /x\n", "tls_cert"},
 		{"log_level: loud\n", "log_level"},
 		{"log_format: xml\n", "log_format"},

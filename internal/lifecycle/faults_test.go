@@ -122,11 +122,11 @@ func TestEndMatrix(t *testing.T) {
 				r := ways(cancel)[way]
 				r.call = call
 				d.f.add(r)
-				if _, err := d.End(ctx, lifecycle.EndRequest{ID: s.ID, Actor: alice, Reason: session.Policy}); err != nil && way == "twice" && call != "Store.Transition.ending" && call != "Store.Seal" {
+				if _, err := d.End(ctx, lifecycle.EndRequest{ID: s.ID, Actor: alice, Reason: session.ResourceOut}); err != nil && way == "twice" && call != "Store.Transition.ending" && call != "Store.Seal" {
 					t.Errorf("end: %v", err)
 				}
 				s = d.awaitState(s.ID, session.Ended)
-				w.checkEnded(d, s.ID, session.Policy)
+				w.checkEnded(d, s.ID, session.ResourceOut)
 				w.checkNothingLeft()
 				if n := w.count(s.ID, audit.CommandEnded); n != 1 {
 					t.Errorf("the command ended %d times\n%s", n, w.story(s.ID))

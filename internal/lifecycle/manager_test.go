@@ -481,14 +481,14 @@ func TestEndWhileCreating(t *testing.T) {
 	if err != nil || len(all) != 1 || all[0].State != session.Creating {
 		t.Fatalf("list: %+v, %v", all, err)
 	}
-	s, err := d.End(t.Context(), lifecycle.EndRequest{ID: all[0].ID, Actor: alice, Reason: session.Policy, Detail: "no"})
-	if err != nil || s.State != session.Ended || s.Reason != session.Policy {
+	s, err := d.End(t.Context(), lifecycle.EndRequest{ID: all[0].ID, Actor: alice, Reason: session.ResourceOut, Detail: "no"})
+	if err != nil || s.State != session.Ended || s.Reason != session.ResourceOut {
 		t.Errorf("end: %+v, %v", s, err)
 	}
 	if err := <-created; !kind.Is(err, kind.Conflict) {
 		t.Errorf("create: %v", err)
 	}
-	w.checkEnded(d, all[0].ID, session.Policy)
+	w.checkEnded(d, all[0].ID, session.ResourceOut)
 	w.checkNothingLeft()
 }
 

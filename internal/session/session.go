@@ -96,7 +96,7 @@ func (s Session) SandboxID() SandboxID { return s.ID.Sandbox(s.Generation) }
 
 // Principal is who is behind a call or a session.
 type Principal struct {
-	Subject    string `json:"subject"`                // e.g. "key:ab12…", "local:root"
+	Subject    string `json:"subject"`                // e.g. "key:ab12…", "local:0" (a user id)
 	OnBehalfOf string `json:"on_behalf_of,omitempty"` // whom a service acts for, as it says
 	Trigger    string `json:"trigger,omitempty"`      // what set it off, as it says
 }

@@ -1,7 +1,6 @@
 package session
 
 import (
-	"bytes"
 	"crypto/sha256"
 	"encoding/hex"
 	"encoding/json"
@@ -167,21 +166,6 @@ func ValidateEnv(field string, env map[string]string) error {
 			WithField(field).WithHint("write large values to a file and upload it")
 	}
 	return nil
-}
-
-// ParseSpec reads a spec from JSON, refusing unknown fields, trailing data
-// and duplicate meaning. It does not fill defaults.
-func ParseSpec(data []byte) (Spec, error) {
-	var s Spec
-	dec := json.NewDecoder(bytes.NewReader(data))
-	dec.DisallowUnknownFields()
-	if err := dec.Decode(&s); err != nil {
-		return Spec{}, kind.Errorf(kind.Invalid, "spec: %w", err).WithHint("see docs/spec.md for the fields")
-	}
-	if err := oneMeaning(data); err != nil {
-		return Spec{}, kind.Errorf(kind.Invalid, "spec: %w", err).WithHint("see docs/spec.md for the fields")
-	}
-	return s, nil
 }
 
 // WithoutEnvValues returns the spec as it may be shown and recorded: with the

@@ -53,9 +53,6 @@ func (s State) CanBecome(next State) bool {
 // Terminal reports whether nothing more can happen.
 func (s State) Terminal() bool { return s == Ended }
 
-// Live reports whether the session may own a sandbox on a node.
-func (s State) Live() bool { return s != Ended }
-
 // Reason says why a session ended.
 type Reason string
 
@@ -63,13 +60,9 @@ type Reason string
 const (
 	Requested    Reason = "requested"
 	Deadline     Reason = "deadline"
-	Idle         Reason = "idle"
-	Budget       Reason = "budget"
-	Policy       Reason = "policy"
 	OOM          Reason = "oom"
 	ResourceOut  Reason = "resource_exceeded"
 	Crashed      Reason = "crashed"
 	NodeLost     Reason = "node_lost"
 	CreateFailed Reason = "create_failed"
-	Shutdown     Reason = "shutdown"
 )
