@@ -310,7 +310,7 @@ func (s *server) await(limit time.Duration) error {
 		}
 		r, ok, err := config.Find(s.h.run)
 		if err != nil || !ok || r.PID != s.cmd.Process.Pid {
-			return fmt.Errorf("the server did not become ready: %v\n%s", err, s.log)
+			return errors.Join(fmt.Errorf("the server did not become ready:\n%s", s.log), err)
 		}
 		s.url = r.URL
 		key, err := config.ReadKey(filepath.Join(s.h.data, "admin.key"))

@@ -271,14 +271,12 @@ func probeNetwork(t *testing.T, s *server, x *client.Session) {
 	for _, ip := range []string{"127.0.0.1", "10.88.0.1", "10.88.0.2"} {
 		targets = append(targets, target{what: "the control interface by " + ip, host: ip, port: api})
 	}
-	for _, to := range []target{
-		{what: "the metadata service", host: "169.254.169.254", port: "80"},
-		{what: "a link-local address", host: "169.254.1.1", port: "80"},
-		{what: "an address beyond the link", host: "10.88.0.6", port: strconv.Itoa(int(wire.Port))},
-		{what: "a documentation address", host: "192.0.2.1", port: "443"},
-	} {
-		targets = append(targets, to)
-	}
+	targets = append(targets,
+		target{what: "the metadata service", host: "169.254.169.254", port: "80"},
+		target{what: "a link-local address", host: "169.254.1.1", port: "80"},
+		target{what: "an address beyond the link", host: "10.88.0.6", port: strconv.Itoa(int(wire.Port))},
+		target{what: "a documentation address", host: "192.0.2.1", port: "443"},
+	)
 	type try struct {
 		Host string `json:"host"`
 		Port int    `json:"port"`

@@ -53,8 +53,11 @@ func (b *bystander) check(t *testing.T, s *server) {
 			return fmt.Errorf("the bystander says %q, %q", r.Stdout, r.Stderr)
 		}
 		n, err := strconv.ParseInt(f[0], 10, 64)
-		if err != nil || n <= b.last {
-			return fmt.Errorf("the counter is at %d after %d, %v", n, b.last, err)
+		if err != nil {
+			return err
+		}
+		if n <= b.last {
+			return fmt.Errorf("the counter is at %d after %d", n, b.last)
 		}
 		b.last = n
 		return nil
