@@ -64,7 +64,7 @@ docs: build ## run every command in the documents
 
 .PHONY: bench
 bench: deps build ## measure; make bench SUITE=cold runs one suite
-	bin/bivy bench $(SUITE)
+	bin/bivy --config /dev/null bench $(SUITE)
 
 .PHONY: lint
 lint: ## run the linters (built on first use, minutes)

@@ -40,12 +40,13 @@ internal/api                      : audit auth client driver kind lifecycle secr
 internal/api/apitest              : api audit auth client driver kind lifecycle session template
 internal/audit                    : kind session
 internal/auth                     : kind secret session
+internal/bench                    : bundle cgroup client config kind
 internal/bundle                   : kind
 internal/bundle/pack              : bundle
 internal/cgroup                   : kind
 internal/cli                      : audit client config kind session
 internal/config                   : kind
-internal/daemon                   : api audit auth bundle cli client config doctor driver driver/fake driver/gvisor guest/guestclient guest/wire kind lifecycle node secret session snapshot store/sqlite template
+internal/daemon                   : api audit auth bench bundle cli client config doctor driver driver/fake driver/gvisor guest/guestclient guest/wire kind lifecycle node secret session snapshot store/sqlite template
 internal/doctor                   : bundle cgroup client config kind template
 internal/doctor/missing           : doctor template
 internal/driver                   : session
