@@ -241,6 +241,9 @@ func (s *stream) output(ctx context.Context) (ended bool, err error) {
 	for {
 		select {
 		case n := <-events:
+			if n.err != nil && misspoken(ctx) != nil {
+				n.err = misspoken(ctx) // which is why the command is no longer followed
+			}
 			ended, err := s.forward(n.ev, n.err)
 			if err == nil && (ended || n.err != nil || len(events) == 0 || s.out.Buffered() >= flushedEnough) {
 				err = s.flush()
@@ -256,9 +259,27 @@ func (s *stream) output(ctx context.Context) (ended bool, err error) {
 				return false, err
 			}
 		case <-ctx.Done():
+			if cause := misspoken(ctx); cause != nil {
+				if _, err := s.forward(lifecycle.Event{}, cause); err != nil {
+					return false, err
+				}
+				return false, s.flush()
+			}
 			return false, errCallerGone
 		}
 	}
+}
+
+// misspoken is what a caller that is still there did wrong in its stream, or nil.
+func misspoken(ctx context.Context) error {
+	cause := context.Cause(ctx)
+	switch {
+	case kind.Is(cause, kind.Invalid):
+		return cause
+	case errors.Is(cause, client.ErrFrame):
+		return kind.Wrap(kind.Invalid, cause)
+	}
+	return nil
 }
 
 // forward writes one event; of an error it tells the caller, whose stream it

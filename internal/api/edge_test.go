@@ -202,6 +202,9 @@ func TestRudeStream(t *testing.T) {
 			if bytes.HasSuffix(b, []byte("0\r\n\r\n")) {
 				t.Errorf("the stream ended as if all were well: %q, %v", b, err)
 			}
+			if !bytes.Contains(b, []byte(`{"code":"invalid"`)) {
+				t.Errorf("the caller was not told what was wrong: %q, %v", b, err)
+			}
 		})
 	}
 }
