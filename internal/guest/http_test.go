@@ -158,6 +158,25 @@ func TestAccess(t *testing.T) {
 	}
 }
 
+// TestHostileHosts has root in the sandbox put in the place of the hosts file
+// what must not hold up an initialisation, as after a restart.
+func TestHostileHosts(t *testing.T) {
+	s := newSandbox(t)
+	hosts := s.dir + "/etc/hosts"
+	for name, script := range map[string]string{
+		"pipe": "mkfifo " + hosts, "huge": "truncate -s 8T " + hosts, "device": "ln -s /dev/zero " + hosts, "directory": "mkdir " + hosts,
+	} {
+		if r := s.run(t, guestclient.Command{Argv: []string{"/bin/sh", "-c", "rm -rf " + hosts + "; " + script}, User: "root"}); r.exit.Code != 0 {
+			t.Fatalf("%s: %+v", name, r)
+		}
+		ctx, cancel := context.WithTimeout(t.Context(), 5*time.Second)
+		if _, err := s.Init(ctx, wire.InitRequest{Hostname: "again", AccessToken: token}); err != nil {
+			t.Errorf("%s: %v", name, err)
+		}
+		cancel()
+	}
+}
+
 // TestHidden has a user look for what is the agent's.
 func TestHidden(t *testing.T) {
 	s := newSandbox(t)

@@ -132,7 +132,7 @@ func (a *Agent) apply(req wire.InitRequest) error {
 // lists.
 func (a *Agent) nameInHosts(name string) error {
 	path := filepath.Join(a.cfg.Etc, "hosts")
-	old, err := os.ReadFile(path)
+	old, err := readSmall(path)
 	if err != nil && !errors.Is(err, os.ErrNotExist) {
 		return err
 	}
@@ -158,6 +158,27 @@ func (a *Agent) nameInHosts(name string) error {
 		fmt.Fprintf(&b, "127.0.1.1\t%s %s\n", name, hostsMark)
 	}
 	return os.WriteFile(path, b.Bytes(), 0o644) //nolint:gosec // everybody reads it
+}
+
+// maxHosts bounds what is read and written again of a hosts file.
+const maxHosts = 1 << 20
+
+// readSmall reads a file that whoever had the sandbox before may have put
+// there: a pipe would never answer, and a huge file would take all memory.
+func readSmall(path string) ([]byte, error) {
+	f, err := os.OpenFile(path, os.O_RDONLY|unix.O_NONBLOCK, 0)
+	if err != nil {
+		return nil, err
+	}
+	defer f.Close()
+	info, err := f.Stat()
+	if err != nil {
+		return nil, err
+	}
+	if !info.Mode().IsRegular() || info.Size() > maxHosts {
+		return nil, fmt.Errorf("%s is left alone: %s of %d bytes", path, info.Mode(), info.Size())
+	}
+	return io.ReadAll(io.LimitReader(f, maxHosts))
 }
 
 // marks writes the files by which E2B's tools know where they are.
