@@ -395,7 +395,7 @@ func commandStdin(c *call) error {
 			n, err := c.req.Body.Read(buf)
 			if n > 0 {
 				if err := p.Write(c.ctx(), buf[:n]); err != nil {
-					drain(c.req.Body)
+					c.drain()
 					return err
 				}
 			}

@@ -209,6 +209,41 @@ func TestRudeStream(t *testing.T) {
 	}
 }
 
+// TestSilentUpload: a caller that promised more than it sends is told when its
+// upload is refused, and is let go of.
+func TestSilentUpload(t *testing.T) {
+	t.Parallel()
+	s := serve(t)
+	sess := s.session(t)
+	if _, err := sess.WriteFile(t.Context(), "/tmp/file", strings.NewReader("x"), client.FileOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	for name, c := range map[string]struct{ path, length, body, want string }{
+		"refused":   {"/tmp/file/x", "Content-Length: 1000000", "abc", `"field":"path"`},
+		"bad chunk": {"/tmp/x", "Transfer-Encoding: chunked", "zz\r\nabc", "reading the body"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			conn, err := net.Dial("tcp", strings.TrimPrefix(s.url, "http://"))
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer conn.Close()
+			if err := conn.SetDeadline(time.Now().Add(20 * time.Second)); err != nil {
+				t.Fatal(err)
+			}
+			req := "PUT /v1/sessions/" + sess.ID + "/files?path=" + c.path + " HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer " + apitest.AdminSecret +
+				"\r\nContent-Type: application/octet-stream\r\n" + c.length + "\r\n\r\n" + c.body
+			if _, err := conn.Write([]byte(req)); err != nil {
+				t.Fatal(err)
+			}
+			if b, err := io.ReadAll(conn); err != nil || !bytes.Contains(b, []byte(c.want)) {
+				t.Errorf("answered %q, %v; want %s and a closed connection", b, err, c.want)
+			}
+		})
+	}
+}
+
 // TestRefusedBeforeTheBody: a caller that waits for the answer before it sends
 // its stream is told no at once, whatever the reason.
 func TestRefusedBeforeTheBody(t *testing.T) {

@@ -158,7 +158,8 @@ func (c *call) nothing() error {
 }
 
 // drain reads on for a while, because a caller that is still sending does not
-// listen.
-func drain(r io.Reader) {
-	io.Copy(io.Discard, io.LimitReader(r, maxDrained)) //nolint:errcheck // the request is refused either way
+// listen. One that has fallen silent is not waited for.
+func (c *call) drain() {
+	_ = c.ctl.SetReadDeadline(time.Now().Add(lingerTime))
+	io.Copy(io.Discard, io.LimitReader(c.req.Body, maxDrained)) //nolint:errcheck // the request is refused either way
 }

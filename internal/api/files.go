@@ -2,10 +2,13 @@ package api
 
 import (
 	"encoding/json"
+	"errors"
 	"io"
 	"net/http"
+	"sync"
 
 	"bivy/client"
+	"bivy/internal/kind"
 )
 
 func readFile(c *call) error {
@@ -68,12 +71,46 @@ func writeFile(c *call) error {
 	if err != nil {
 		return err
 	}
-	info, err := c.h.o.Files.WriteFile(c.ctx(), c.sess.ID, c.actor(), path, c.param("user"), c.req.Body, c.req.ContentLength)
+	body := &upload{r: c.req.Body}
+	info, err := c.h.o.Files.WriteFile(c.ctx(), c.sess.ID, c.actor(), path, c.param("user"), body, c.req.ContentLength)
 	if err != nil {
-		drain(c.req.Body)
-		return err
+		c.drain()
+		if c.ctx().Err() != nil {
+			return err
+		}
+		return body.blame(err)
 	}
 	return c.reply(http.StatusOK, fileOut(info))
+}
+
+// upload is a body on its way to a file. It notes what is wrong with the body
+// itself, which is the caller's fault and not the session's. The transport may
+// still read it while the answer is being handled, hence the lock.
+type upload struct {
+	r io.Reader
+
+	mu  sync.Mutex
+	err error
+}
+
+func (u *upload) Read(p []byte) (int, error) {
+	n, err := u.r.Read(p)
+	if err != nil && !errors.Is(err, io.EOF) {
+		u.mu.Lock()
+		defer u.mu.Unlock()
+		u.err = err
+	}
+	return n, err
+}
+
+// blame says why a write failed with err.
+func (u *upload) blame(err error) error {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	if u.err != nil {
+		return kind.Errorf(kind.Invalid, "reading the body: %w", u.err)
+	}
+	return err
 }
 
 func removeFile(c *call) error {

@@ -29,7 +29,7 @@ func (c *call) decode(v any) error {
 	cut := len(data) > maxBody
 	if cut {
 		data = data[:maxBody]
-		drain(c.req.Body)
+		c.drain()
 	}
 	_ = c.ctl.SetReadDeadline(time.Time{})
 	return decodeStrict(data, cut, v)
