@@ -6,6 +6,7 @@ import (
 	"io"
 	"net/http"
 	"sync"
+	"time"
 
 	"bivy/client"
 	"bivy/internal/kind"
@@ -71,7 +72,7 @@ func writeFile(c *call) error {
 	if err != nil {
 		return err
 	}
-	body := &upload{r: c.req.Body}
+	body := &upload{c: c}
 	info, err := c.h.o.Files.WriteFile(c.ctx(), c.sess.ID, c.actor(), path, c.param("user"), body, c.req.ContentLength)
 	if err != nil {
 		c.drain()
@@ -87,14 +88,15 @@ func writeFile(c *call) error {
 // itself, which is the caller's fault and not the session's. The transport may
 // still read it while the answer is being handled, hence the lock.
 type upload struct {
-	r io.Reader
+	c *call
 
-	mu  sync.Mutex
-	err error
+	mu      sync.Mutex
+	err     error
+	aborted bool
 }
 
 func (u *upload) Read(p []byte) (int, error) {
-	n, err := u.r.Read(p)
+	n, err := u.c.req.Body.Read(p)
 	if err != nil && !errors.Is(err, io.EOF) {
 		u.mu.Lock()
 		defer u.mu.Unlock()
@@ -103,11 +105,19 @@ func (u *upload) Read(p []byte) (int, error) {
 	return n, err
 }
 
+// Abort implements lifecycle.Aborter.
+func (u *upload) Abort() {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	u.aborted = true
+	_ = u.c.ctl.SetReadDeadline(time.Unix(1, 0))
+}
+
 // blame says why a write failed with err.
 func (u *upload) blame(err error) error {
 	u.mu.Lock()
 	defer u.mu.Unlock()
-	if u.err != nil {
+	if u.err != nil && !u.aborted {
 		return kind.Errorf(kind.Invalid, "reading the body: %w", u.err)
 	}
 	return err

@@ -137,16 +137,25 @@ func (s *summer) result() (int64, string) {
 	return s.n, hex.EncodeToString(s.sum.Sum(nil))
 }
 
+// Aborter is a reader whose Read may wait for a caller that has fallen silent.
+// Abort makes it fail at once; without that a write would outlive its session.
+type Aborter interface{ Abort() }
+
 // WriteFile writes all of r to path, making parents, and returns what was
-// written. size may be -1 when it is not known.
+// written. size may be -1 when it is not known. r may be an Aborter.
 func (m *Manager) WriteFile(ctx context.Context, id session.ID, actor session.Principal, path, user string, r io.Reader, size int64) (FileInfo, error) {
 	about := filePayload{Op: "write", Path: wire.Escape(path), User: user}
 	op, err := m.beginFile(ctx, id, actor, audit.FileWriteIntent, about, path)
 	if err != nil {
 		return FileInfo{}, err
 	}
+	over := func() bool { return true }
+	if a, ok := r.(Aborter); ok {
+		over = context.AfterFunc(op.ctx, a.Abort)
+	}
 	body := newSummer(r)
 	written, err := op.client.WriteFile(op.ctx, user, path, body, size)
+	over() // before the operation's context ends by its own end
 	n, sum := body.result()
 	if err == nil && (written.Size != n || written.SHA256 != sum) {
 		err = kind.Errorf(kind.Internal, "write %q: the session holds %d bytes of digest %.80q, sent were %d of %s", path, written.Size, written.SHA256, n, sum)
