@@ -327,6 +327,7 @@ func TestShell(t *testing.T) {
 	if err := cmd.Start(); err != nil {
 		t.Fatal(err)
 	}
+	defer cmd.Process.Kill() //nolint:errcheck // it has exited, or the test has failed
 	out := make(chan string, 1024)
 	go func() {
 		defer close(out)
@@ -386,10 +387,31 @@ func TestShell(t *testing.T) {
 	until("50 132", "stty size\n") // the size travels beside the input
 	send("echo rea''dy; cat\n")
 	expect("ready\r\n")
-	send("\x03") // goes to the command inside, and takes what is typed at that moment with it
-	until("three-42", "\necho three-$((20+22))\n")
-	send("exit 3\n")
-	if err := cmd.Wait(); cmd.ProcessState.ExitCode() != 3 {
+	// It goes to the command inside, and takes what is typed at that moment with
+	// it; before cat has been executed, it goes to a shell that takes no notice.
+	until("three-42", "\x03\necho three-$((20+22))\n")
+	ended := make(chan error, 1)
+	go func() { ended <- cmd.Wait() }()
+	exit := func() error {
+		late := time.After(10 * time.Second)
+		again := time.NewTicker(100 * time.Millisecond)
+		defer again.Stop()
+		for {
+			select {
+			case s := <-out:
+				seen.WriteString(s)
+			case <-again.C:
+				send("exit 3\n")
+			case err := <-ended:
+				return err
+			case <-late:
+				t.Errorf("the shell does not exit")
+				_ = cmd.Process.Kill()
+				return <-ended
+			}
+		}
+	}
+	if err := exit(); cmd.ProcessState.ExitCode() != 3 {
 		t.Errorf("exit code %d (%v), want the shell's 3; the terminal shows %q", cmd.ProcessState.ExitCode(), err, seen.String())
 	}
 	after, err := term.GetState(int(slave.Fd()))

@@ -85,8 +85,13 @@ func (a *app) connect(ctx context.Context, w where) (*client.Client, error) {
 	return client.New(client.Options{URL: url, Key: key, UserAgent: "bivy/" + a.engine.Version.Version})
 }
 
-// closePatience bounds how long this process waits for its own engine.
-const closePatience = 2 * time.Minute
+// How long this process waits for its own engine: for requests in progress,
+// and then for what has to be ended. Requests that hang must not take the time
+// of the second.
+const (
+	requestPatience = 30 * time.Second
+	closePatience   = 2 * time.Minute
+)
 
 // local starts the engine in this process and speaks to it over socket pairs,
 // which have no name that another process could use.
@@ -110,12 +115,17 @@ func (a *app) local(ctx context.Context, cfg config.Config) (*client.Client, err
 	served := make(chan error, 1)
 	go func() { served <- srv.Serve(pairs) }() // ends with Shutdown below
 	a.close = func() error {
-		end, cancel := context.WithTimeout(life, closePatience)
+		quiet, cancel := context.WithTimeout(life, requestPatience)
 		defer cancel()
-		err := srv.Shutdown(end)
+		err := srv.Shutdown(quiet)
+		if err != nil {
+			err = errors.Join(err, srv.Close()) // requests that go on for ever are cut
+		}
 		if e := <-served; !errors.Is(e, http.ErrServerClosed) {
 			err = errors.Join(err, e)
 		}
+		end, cancel := context.WithTimeout(life, closePatience)
+		defer cancel()
 		return errors.Join(err, l.Close(end))
 	}
 	return client.New(client.Options{URL: "http://localhost", Key: l.Key, UserAgent: "bivy/" + a.engine.Version.Version,

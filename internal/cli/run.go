@@ -152,7 +152,7 @@ func (a *app) drive(ctx context.Context, s *client.Session, cmd client.Command, 
 		return err
 	}
 	defer p.Close()
-	var resize func()
+	var resize func(context.Context)
 	if tty {
 		old, err := term.MakeRaw(int(a.In.Fd()))
 		if err != nil {
@@ -163,7 +163,7 @@ func (a *app) drive(ctx context.Context, s *client.Session, cmd client.Command, 
 				a.note("the terminal could not be restored: %v; type: reset", err)
 			}
 		}()
-		resize = func() {
+		resize = func(ctx context.Context) {
 			if size, ok := a.terminalSize(); ok {
 				// A size that is missed comes again with the next change.
 				_ = p.Resize(ctx, size)

@@ -6,6 +6,7 @@ import (
 	"os/signal"
 	"sync"
 	"syscall"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -16,14 +17,22 @@ import (
 // given up rather than told.
 const insist = 3
 
+const (
+	// signalPatience is how long a signal may take to its command.
+	signalPatience = 2 * time.Second
+	// maxSends bounds the signals that wait for it.
+	maxSends = 16
+)
+
 // signals passes this process's signals to the command. Before there is one,
 // a terminating signal gives up.
 type signals struct {
 	ch     chan os.Signal
 	pipe   chan os.Signal
 	done   chan struct{}
+	sends  chan func(context.Context)
 	giveUp context.CancelFunc
-	resize func() // on SIGWINCH; nil without a terminal
+	resize func(context.Context) // on SIGWINCH; nil without a terminal
 
 	mu    sync.Mutex
 	p     *client.Process
@@ -34,12 +43,13 @@ type signals struct {
 // catch takes the signals over. stop gives them back.
 func catch(giveUp context.CancelFunc) *signals {
 	s := &signals{ch: make(chan os.Signal, 16), pipe: make(chan os.Signal, 1), done: make(chan struct{}),
-		giveUp: giveUp, times: map[syscall.Signal]int{}}
+		sends: make(chan func(context.Context), maxSends), giveUp: giveUp, times: map[syscall.Signal]int{}}
 	signal.Notify(s.ch, unix.SIGINT, unix.SIGTERM, unix.SIGHUP, unix.SIGQUIT, unix.SIGUSR1, unix.SIGUSR2, unix.SIGWINCH)
 	// With somebody listening, writing to a closed pipe is an error like any
 	// other, and does not end this process before it has cleaned up.
 	signal.Notify(s.pipe, unix.SIGPIPE)
-	go s.loop() // ends with stop
+	go s.loop() // both end with stop
+	go s.send()
 	return s
 }
 
@@ -75,18 +85,41 @@ func (s *signals) handle(n syscall.Signal) {
 	switch {
 	case n == unix.SIGWINCH:
 		if resize != nil {
-			resize()
+			s.enqueue(resize)
 		}
 	case over:
 		s.giveUp()
 	case p != nil:
 		// A command that has just ended takes no signal, and needs none.
-		_ = p.Signal(context.Background(), int(n))
+		s.enqueue(func(ctx context.Context) { _ = p.Signal(ctx, int(n)) })
+	}
+}
+
+// enqueue leaves a request to send, so that a server that does not answer
+// cannot keep the next signal from making this process give up.
+func (s *signals) enqueue(request func(context.Context)) {
+	select {
+	case s.sends <- request:
+	default: // as many wait as anybody could want
+	}
+}
+
+// send makes requests, in order.
+func (s *signals) send() {
+	for {
+		select {
+		case request := <-s.sends:
+			ctx, cancel := context.WithTimeout(context.Background(), signalPatience)
+			request(ctx)
+			cancel()
+		case <-s.done:
+			return
+		}
 	}
 }
 
 // attach says where signals go from now on.
-func (s *signals) attach(p *client.Process, resize func()) {
+func (s *signals) attach(p *client.Process, resize func(context.Context)) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.p, s.resize = p, resize
