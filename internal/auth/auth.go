@@ -4,7 +4,6 @@ package auth
 
 import (
 	"slices"
-	"strconv"
 
 	"bivy/internal/kind"
 	"bivy/internal/session"
@@ -103,17 +102,6 @@ func reachOf(r Role, p Permission) reach {
 type Caller struct {
 	Principal session.Principal
 	Role      Role
-	KeyID     string // empty for Local
-}
-
-// Local is the caller of the process itself, for runs without a server: who
-// may start it as this user may do everything with it.
-func Local(uid int) Caller {
-	subject := "local:" + strconv.Itoa(uid)
-	if uid == 0 {
-		subject = "local:root"
-	}
-	return Caller{Principal: session.Principal{Subject: subject}, Role: Admin}
 }
 
 // Allow reports with Denied that c may not use p at all. For a permission

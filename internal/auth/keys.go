@@ -119,7 +119,7 @@ func (r *Keyring) Authenticate(_ context.Context, token string) (Caller, error) 
 	if !k.RevokedAt.IsZero() {
 		return unknown("the API key %s was revoked at %s", k.ID, k.RevokedAt.UTC().Format(time.RFC3339))
 	}
-	return Caller{Principal: session.Principal{Subject: k.Subject()}, Role: k.Role, KeyID: k.ID}, nil
+	return Caller{Principal: session.Principal{Subject: k.Subject()}, Role: k.Role}, nil
 }
 
 // Create makes a key. The token is returned this once and stored nowhere.

@@ -11,6 +11,12 @@ import (
 	"strings"
 )
 
+// What is wrong with a file's content, as opposed to reading it.
+var (
+	errTooLong  = errors.New("over the limit")
+	errNoDigest = errors.New("it holds no digest")
+)
+
 // readFile reads a small file of the store.
 func readFile(root *os.Root, name string, limit int64) ([]byte, error) {
 	f, err := root.Open(name)
@@ -23,7 +29,7 @@ func readFile(root *os.Root, name string, limit int64) ([]byte, error) {
 		return nil, err
 	}
 	if int64(len(b)) > limit {
-		return nil, fmt.Errorf("%s: over %d bytes", name, limit)
+		return nil, fmt.Errorf("%s: %w of %d bytes", name, errTooLong, limit)
 	}
 	return b, nil
 }
@@ -33,7 +39,11 @@ func (s *Store) readDigest(name string) (Digest, error) {
 	if err != nil {
 		return "", err
 	}
-	return ParseDigest(strings.TrimSuffix(string(b), "\n"))
+	d, err := ParseDigest(strings.TrimSuffix(string(b), "\n"))
+	if err != nil {
+		return "", fmt.Errorf("%s: %w: %w", name, errNoDigest, err)
+	}
+	return d, nil
 }
 
 // writeAtomic writes a file so that a crash leaves the old one or the new one.

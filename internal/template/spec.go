@@ -15,6 +15,7 @@ import (
 	"go.yaml.in/yaml/v3"
 
 	"bivy/internal/kind"
+	"bivy/internal/template/tree"
 )
 
 // SpecVersion is the version of Spec this build reads.
@@ -246,7 +247,6 @@ const (
 	maxCmd      = 1024
 	maxCmdBytes = 128 << 10
 	maxPackages = 4096
-	maxPath     = 4095
 )
 
 var (
@@ -284,7 +284,7 @@ func (s Spec) Validate() error {
 	if s.User != "" && !userName.MatchString(s.User) {
 		return bad("user", "%.64q is not a user name", s.User)
 	}
-	if s.Workdir != "" && (!path.IsAbs(s.Workdir) || len(s.Workdir) > maxPath || strings.ContainsRune(s.Workdir, 0)) {
+	if s.Workdir != "" && (!path.IsAbs(s.Workdir) || len(s.Workdir) > tree.MaxPath || strings.ContainsRune(s.Workdir, 0)) {
 		return bad("workdir", "%.64q is not an absolute path", s.Workdir)
 	}
 	total = 0
@@ -309,7 +309,7 @@ func (f From) validate() error {
 		return kind.Errorf(kind.Invalid, "want exactly one of host_packages, image, tarball, layout, directory, tar").WithField("from")
 	}
 	for _, p := range f.paths() {
-		if len(*p) > maxPath || strings.ContainsRune(*p, 0) {
+		if len(*p) > tree.MaxPath || strings.ContainsRune(*p, 0) {
 			return bad(name, "%.64q is not a path", *p)
 		}
 	}

@@ -204,8 +204,9 @@ func (s *Store) checkVersion() error {
 		WithHint("use the bivy that made it, or another data directory")
 }
 
-// sweepNames drops names and build keys whose template is gone, which happens
-// when a removal was cut short.
+// sweepNames drops names and build keys that name no template, or one that is
+// gone, which happens when a removal was cut short. One that cannot be read
+// now may be read tomorrow, and stays.
 func (s *Store) sweepNames() error {
 	for _, dir := range []string{refsDir, buildsDir} {
 		err := fs.WalkDir(s.root.FS(), dir, func(name string, d fs.DirEntry, err error) error {
@@ -216,7 +217,11 @@ func (s *Store) sweepNames() error {
 			if err == nil {
 				_, err = s.root.Lstat(digest.Hex())
 			}
-			if err == nil {
+			switch {
+			case err == nil:
+				return nil
+			case !errors.Is(err, fs.ErrNotExist) && !errors.Is(err, errTooLong) && !errors.Is(err, errNoDigest):
+				s.opts.Log.Warn("name of a template that cannot be read", "file", name, "error", err)
 				return nil
 			}
 			s.opts.Log.Info("name of a removed template dropped", "file", name, "error", err)

@@ -451,6 +451,25 @@ func TestRecovery(t *testing.T) {
 	}
 }
 
+// A name that cannot be read now is no reason to lose it.
+func TestUnreadableNameStays(t *testing.T) {
+	dir := t.TempDir()
+	if err := open(t, dir, Options{}).Close(); err != nil {
+		t.Fatal(err)
+	}
+	name := filepath.Join(dir, "refs/_/app/default")
+	if err := os.MkdirAll(filepath.Dir(name), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Symlink("default", name); err != nil { // a loop, which not even root can read
+		t.Fatal(err)
+	}
+	open(t, dir, Options{})
+	if _, err := os.Lstat(name); err != nil {
+		t.Error(err)
+	}
+}
+
 // TestKilled kills a process in the middle of a build, where the test is told
 // that its files are half written.
 func TestKilled(t *testing.T) {

@@ -224,7 +224,7 @@ func lines(text []byte) func(func(string) bool) {
 // the kernel's calls, so it is nobody's.
 func parseID(s string) (uint32, error) {
 	n, err := strconv.ParseUint(s, 10, 32)
-	if err != nil || s[0] == '+' || n == 1<<32-1 {
+	if err != nil || n == 1<<32-1 {
 		return 0, errors.New("not an id: " + strconv.Quote(s))
 	}
 	return uint32(n), nil

@@ -70,22 +70,6 @@ func (s *Store) RevokeKey(ctx context.Context, id string, at time.Time) error {
 	})
 }
 
-// Meta returns a small value that SetMeta kept; "" for none.
-func (s *Store) Meta(ctx context.Context, key string) (string, error) {
-	var value string
-	err := s.readDB.QueryRowContext(ctx, "SELECT value FROM meta WHERE key = ?", key).Scan(&value)
-	if err != nil && !errors.Is(err, sql.ErrNoRows) {
-		return "", fmt.Errorf("read meta %s: %w", key, classify(err))
-	}
-	return value, nil
-}
-
-// SetMeta keeps a small value of the host or the daemon, such as the id of
-// the last boot.
-func (s *Store) SetMeta(ctx context.Context, key, value string) error {
-	return s.write(ctx, func(b *batch) error { return b.exec(b.stmt.metaPut, key, value) })
-}
-
 func fromMicros(n int64) time.Time {
 	if n == 0 {
 		return time.Time{}

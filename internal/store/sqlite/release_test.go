@@ -52,9 +52,6 @@ func TestWriteRelease(t *testing.T) {
 	if _, _, err := s.Create(t.Context(), storetest.New(), lifecycle.IdempotencyKey{Scope: "s", Key: "k", Digest: "d"}, storetest.Entry(audit.SessionCreated)); err != nil {
 		t.Fatal(err)
 	}
-	if err := s.SetMeta(t.Context(), "boot", "fixture"); err != nil {
-		t.Fatal(err)
-	}
 	hash := sha256.Sum256([]byte(releaseToken))
 	k := auth.Key{ID: hex.EncodeToString(hash[:4]), Hash: hash, Role: auth.Admin, Label: "fixture", CreatedAt: time.Now(), CreatedBy: "test"}
 	if err := s.PutKey(t.Context(), k); err != nil {
@@ -143,8 +140,5 @@ func openRelease(t *testing.T, s *Store, keys []audit.PublicKey) {
 	}
 	if c, err := ring.Authenticate(t.Context(), releaseToken); err != nil || c.Role != auth.Admin {
 		t.Errorf("key: %+v, %v", c, err)
-	}
-	if v, err := s.Meta(t.Context(), "boot"); v != "fixture" || err != nil {
-		t.Errorf("meta %q, %v", v, err)
 	}
 }

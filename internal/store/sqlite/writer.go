@@ -86,7 +86,7 @@ type statements struct {
 	sessionInsert, sessionUpdate, sessionSelect, labelInsert *sql.Stmt
 	eventInsert, eventLast, eventActions, sealInsert         *sql.Stmt
 	idempotencySelect, idempotencyPut, idempotencyExpire     *sql.Stmt
-	keyInsert, keyRevoke, metaPut                            *sql.Stmt
+	keyInsert, keyRevoke                                     *sql.Stmt
 }
 
 func newWriter(ctx context.Context, s *Store, conn *sql.Conn) (*writer, error) {
@@ -115,7 +115,6 @@ func newWriter(ctx context.Context, s *Store, conn *sql.Conn) (*writer, error) {
 
 		&w.stmt.keyInsert: "INSERT INTO api_key (id, hash, role, label, created_at, created_by, revoked_at) VALUES (?, ?, ?, ?, ?, ?, ?)",
 		&w.stmt.keyRevoke: "UPDATE api_key SET revoked_at = ? WHERE id = ? AND revoked_at = 0",
-		&w.stmt.metaPut:   "INSERT INTO meta (key, value) VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value",
 	} {
 		var err error
 		if *into, err = conn.PrepareContext(ctx, text); err != nil {

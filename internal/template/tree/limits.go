@@ -20,20 +20,22 @@ type Limits struct {
 	ConfigBytes  int64 // one manifest, index or configuration of an image
 }
 
+// MaxPath is the length of the longest path a guest can name, and of the
+// longest target gVisor reads from a symlink whose data has a block of its own.
+const MaxPath = 4095
+
 // DefaultLimits returns the limits used where the caller names none. They
 // admit every image we know of and keep a build within a few hundred MiB of
 // memory.
 func DefaultLimits() Limits {
 	return Limits{
-		Bytes:   16 << 30,
-		Entries: 1_000_000,
-		Layers:  256,
-		// 4095 is the longest target gVisor reads from a symlink whose data
-		// has a block of its own, and the longest path a guest can name.
-		PathBytes:    4095,
+		Bytes:        16 << 30,
+		Entries:      1_000_000,
+		Layers:       256,
+		PathBytes:    MaxPath,
 		NameBytes:    255,
 		Depth:        256,
-		SymlinkBytes: 4095,
+		SymlinkBytes: MaxPath,
 		Links:        65_000,
 		XattrBytes:   64 << 10,
 		MetaBytes:    256 << 20,

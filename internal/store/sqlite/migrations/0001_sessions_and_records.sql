@@ -62,11 +62,6 @@ CREATE TABLE api_key (
     revoked_at INTEGER NOT NULL -- 0 while it is good
 ) STRICT, WITHOUT ROWID;
 
-CREATE TABLE meta (
-    key   TEXT PRIMARY KEY,
-    value TEXT NOT NULL
-) STRICT, WITHOUT ROWID;
-
 -- What the code promises, the database refuses to break.
 
 CREATE TRIGGER event_is_never_deleted BEFORE DELETE ON event
