@@ -82,7 +82,8 @@ func TestFilesChange(t *testing.T) {
 	if err := os.Remove(db.passwd); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := db.Lookup("b"); !errors.Is(err, os.ErrNotExist) {
+	var unknown *UnknownError
+	if _, err := db.Lookup("b"); !errors.As(err, &unknown) {
 		t.Errorf("got %v", err)
 	}
 	// Nothing blocks on what is not a file.
@@ -91,6 +92,35 @@ func TestFilesChange(t *testing.T) {
 	}
 	if _, err := db.Lookup("b"); err == nil {
 		t.Error("a user from a FIFO")
+	}
+}
+
+// TestNoPasswd is an image that holds a single static program.
+func TestNoPasswd(t *testing.T) {
+	db := open(t, "", "wheel:x:10:root\n")
+	for name, want := range map[string]User{
+		"root": {Name: "root", Home: "/", Shell: "/bin/sh", Groups: []uint32{10}},
+		"0":    {Name: "0", Home: "/", Shell: "/bin/sh"},
+		"1000": {Name: "1000", UID: 1000, GID: 1000, Home: "/", Shell: "/bin/sh"},
+	} {
+		got, err := db.Lookup(name)
+		if d := cmp.Diff(want, got); err != nil || d != "" {
+			t.Errorf("%s: %v %s", name, err, d)
+		}
+	}
+	for _, name := range []string{"", "user", "-1", "4294967295"} {
+		var unknown *UnknownError
+		if _, err := db.Lookup(name); !errors.As(err, &unknown) {
+			t.Errorf("%q: got %v", name, err)
+		}
+	}
+	// Once there is a file, it alone counts.
+	if err := os.WriteFile(db.passwd, []byte("a:x:1:1::/a:"), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	var unknown *UnknownError
+	if _, err := db.Lookup("1000"); !errors.As(err, &unknown) {
+		t.Errorf("got %v", err)
 	}
 }
 

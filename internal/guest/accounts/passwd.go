@@ -49,6 +49,7 @@ type DB struct {
 
 	mu     sync.Mutex
 	loaded [2]stamp
+	bare   bool // there is no passwd file
 	users  []User
 	groups []group
 }
@@ -70,7 +71,8 @@ type stamp struct {
 func Open(passwd, group string) *DB { return &DB{passwd: passwd, group: group} }
 
 // Lookup returns the account called name, or the one whose number it is.
-// An unknown name is an [UnknownError].
+// An unknown name is an [UnknownError]. A guest without a passwd file, as
+// images of a single static program are, has root and every number.
 func (d *DB) Lookup(name string) (User, error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -81,10 +83,16 @@ func (d *DB) Lookup(name string) (User, error) {
 	if uid, err := parseID(name); i < 0 && err == nil {
 		i = slices.IndexFunc(d.users, func(u User) bool { return u.UID == uid })
 	}
-	if i < 0 {
+	u := User{Name: name, Home: "/", Shell: "/bin/sh"}
+	switch uid, err := parseID(name); {
+	case i >= 0:
+		u = d.users[i]
+	case d.bare && name == "root":
+	case d.bare && err == nil:
+		u.UID, u.GID = uid, uid
+	default:
 		return User{}, &UnknownError{Name: name}
 	}
-	u := d.users[i]
 	for _, g := range d.groups {
 		if g.gid != u.GID && slices.Contains(g.members, u.Name) && !slices.Contains(u.Groups, g.gid) && len(u.Groups) < maxGroups {
 			u.Groups = append(u.Groups, g.gid)
@@ -123,11 +131,13 @@ func (d *DB) Names() (user, group func(id uint32) string) {
 // load reads what has changed. A guest without a group file has no groups.
 func (d *DB) load() error {
 	text, now, changed, err := readIfChanged(d.passwd, d.loaded[0])
-	if err != nil {
+	switch {
+	case errors.Is(err, os.ErrNotExist):
+		d.users, d.loaded[0], d.bare = nil, stamp{}, true
+	case err != nil:
 		return err
-	}
-	if changed {
-		d.users, d.loaded[0] = parsePasswd(text), now
+	case changed:
+		d.users, d.loaded[0], d.bare = parsePasswd(text), now, false
 	}
 	text, now, changed, err = readIfChanged(d.group, d.loaded[1])
 	switch {
