@@ -224,7 +224,11 @@ func (g *Group) Create(l Limits) (err error) {
 			return fmt.Errorf("cgroup: %w", err)
 		}
 	}
-	for _, s := range g.settings(l) {
+	return g.apply(g.settings(l))
+}
+
+func (g *Group) apply(settings []setting) error {
+	for _, s := range settings {
 		if err := write(g.dir(s.controller), s.file, s.value); err != nil {
 			if s.optional && errors.Is(err, fs.ErrNotExist) {
 				continue
@@ -233,6 +237,19 @@ func (g *Group) Create(l Limits) (err error) {
 		}
 	}
 	return nil
+}
+
+// LimitMemory changes the memory limit. It fails while more is held than the
+// new limit allows and cannot be given back.
+func (g *Group) LimitMemory(bytes int64) error {
+	s := g.settings(Limits{MemoryBytes: bytes})
+	if g.host.Version == V1 {
+		// Raising, memory and swap together must go first; lowering, last.
+		if now, err := g.number("memory", "memory.limit_in_bytes"); err == nil && now < bytes {
+			slices.Reverse(s)
+		}
+	}
+	return g.apply(s)
 }
 
 type setting struct {

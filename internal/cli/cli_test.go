@@ -11,6 +11,7 @@ import (
 	"net/http"
 	"os"
 	"os/exec"
+	"os/signal"
 	"path/filepath"
 	"strings"
 	"syscall"
@@ -28,6 +29,9 @@ import (
 )
 
 func TestMain(m *testing.M) {
+	// What a background job ignores its children would too, and Ctrl-C be
+	// without effect: what is caught is back to its default in them.
+	signal.Notify(make(chan os.Signal, 1), syscall.SIGINT, syscall.SIGQUIT, syscall.SIGHUP)
 	testscript.Main(m, map[string]func(){"bivy": func() {
 		os.Exit(Main(context.Background(), testEngine(), os.Args[1:], Streams{In: os.Stdin, Out: os.Stdout, Err: os.Stderr}))
 	}})

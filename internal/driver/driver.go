@@ -142,12 +142,17 @@ type Checkpointer interface {
 	Checkpoint(ctx context.Context, id session.SandboxID, dir string, leave bool) error
 }
 
+// WhiteoutRecord is the PAX record by which ExportChanges marks the entries
+// that stand for deletions and opaque directories.
+const WhiteoutRecord = "BIVY.whiteout"
+
 // Exporter is implemented by drivers that can tell what a sandbox changed.
 type Exporter interface {
 	// ExportChanges writes the writable layer to w as a tar stream: changed
 	// and new files whole, deletions as OCI whiteouts (".wh." names), opaque
-	// directories as ".wh..wh..opq". The sandbox must not be destroyed; it
-	// may be paused.
+	// directories as ".wh..wh..opq". A guest may name its own files so too:
+	// only entries with the PAX record WhiteoutRecord mean it. The sandbox
+	// must not be destroyed; it may be paused.
 	ExportChanges(ctx context.Context, id session.SandboxID, w io.Writer) error
 }
 

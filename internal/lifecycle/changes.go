@@ -12,6 +12,7 @@ import (
 	"strings"
 
 	"bivy/internal/audit"
+	"bivy/internal/driver"
 	"bivy/internal/guest/wire"
 	"bivy/internal/kind"
 )
@@ -133,10 +134,11 @@ func describe(h *tar.Header) filePayload {
 	name := path.Join("/", h.Name)
 	p := filePayload{Mode: fmt.Sprintf("%04o", h.Mode&0o7777)}
 	dir, base := path.Split(name)
+	_, marked := h.PAXRecords[driver.WhiteoutRecord]
 	switch {
-	case base == opaque:
+	case marked && base == opaque:
 		p.Kind, p.Mode, name = "replaced_dir", "", path.Clean(dir)
-	case strings.HasPrefix(base, whiteout):
+	case marked && strings.HasPrefix(base, whiteout):
 		p.Kind, p.Mode, name = "deleted", "", path.Join(dir, base[len(whiteout):])
 	default:
 		p.Kind = kindOf(h.Typeflag)

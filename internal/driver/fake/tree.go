@@ -12,6 +12,8 @@ import (
 	"path/filepath"
 	"strings"
 	"syscall"
+
+	"bivy/internal/driver"
 )
 
 // copyTree copies a directory, keeping modes and times so that a copy can be
@@ -190,7 +192,7 @@ func writeWhiteouts(tw *tar.Writer, root, base string) error {
 		if st, err := os.Lstat(filepath.Join(root, strings.TrimSuffix(dir, "/"))); err == nil && !st.IsDir() {
 			return fs.SkipDir
 		}
-		h := &tar.Header{Typeflag: tar.TypeReg, Name: dir + ".wh." + name, Format: tar.FormatPAX}
+		h := &tar.Header{Typeflag: tar.TypeReg, Name: dir + ".wh." + name, Format: tar.FormatPAX, PAXRecords: map[string]string{driver.WhiteoutRecord: "1"}}
 		if err := tw.WriteHeader(h); err != nil {
 			return err
 		}

@@ -10,7 +10,10 @@ import (
 	"path"
 	"slices"
 	"strings"
+	"time"
 
+	"bivy/internal/driver"
+	"bivy/internal/kind"
 	"bivy/internal/session"
 )
 
@@ -26,6 +29,24 @@ func (d *Driver) ExportChanges(ctx context.Context, id session.SandboxID, w io.W
 }
 
 func (s *sandbox) export(ctx context.Context, w io.Writer) error {
+	before, err := s.group.Stats()
+	if err != nil {
+		return err
+	}
+	kills := before.OOMKills
+	// gVisor holds each file whole while it writes it, and what the guest has
+	// on its disk is memory already. Only while the guest is frozen: it could
+	// use the room itself.
+	if s.paused && s.req.Limits.MemoryBytes > 0 {
+		if err := s.group.LimitMemory(s.req.Limits.MemoryBytes + s.req.Limits.DiskBytes + exportSlack); err != nil {
+			return fmt.Errorf("room to export %s: %w", s.id, err)
+		}
+		defer func() {
+			// Fails while more than the limit is still held; a guest that is to
+			// run again gets its limit back with its resume.
+			_ = s.group.LimitMemory(s.req.Limits.MemoryBytes)
+		}()
+	}
 	read, write, err := os.Pipe()
 	if err != nil {
 		return err
@@ -41,8 +62,12 @@ func (s *sandbox) export(ctx context.Context, w io.Writer) error {
 	}()
 	err = toOCI(w, read)
 	read.Close()
-	if producer := <-produced; err == nil && producer != nil {
+	if producer := <-produced; producer != nil && (err == nil || errors.Is(err, io.ErrUnexpectedEOF)) {
+		// A tar cut short is the symptom; why its producer stopped is the cause.
 		err = producer
+		if st, statErr := s.group.Stats(); statErr == nil && st.OOMKills > kills {
+			err = kind.Errorf(kind.Exhausted, "the guest kernel ran out of memory while it read a file: %w", producer)
+		}
 	}
 	if ctx.Err() != nil {
 		return ctx.Err()
@@ -53,11 +78,22 @@ func (s *sandbox) export(ctx context.Context, w io.Writer) error {
 	return nil
 }
 
+// exportSlack is for what reading and writing needs beside the files.
+const exportSlack = 64 << 20
+
+// whiteout is an entry that stands for what is gone.
+func whiteout(name string, at time.Time) *tar.Header {
+	return &tar.Header{Typeflag: tar.TypeReg, Name: name, ModTime: at, Mode: 0o600, Format: tar.FormatPAX,
+		PAXRecords: map[string]string{driver.WhiteoutRecord: "1"}}
+}
+
 // Names that OCI layers give to deletions (image-spec, layer.md).
 const (
 	whiteoutPrefix = ".wh."
 	opaqueName     = ".wh..wh..opq"
-	overlayOpaque  = "overlay.opaque"
+	// overlayOpaque is gVisor's own mark of an opaque directory; one that a
+	// guest sets is in another namespace of attributes.
+	overlayOpaque = "SCHILY.xattr.trusted.overlay.opaque"
 )
 
 // mountPoints are of the runtime's making, not the guest's.
@@ -79,14 +115,12 @@ func toOCI(w io.Writer, r io.Reader) error {
 		if name == "" || slices.Contains(mountPoints, top) {
 			continue
 		}
-		opaque := false
-		for key := range h.PAXRecords {
-			opaque = opaque || strings.HasSuffix(key, overlayOpaque)
-		}
+		_, opaque := h.PAXRecords[overlayOpaque]
+		delete(h.PAXRecords, driver.WhiteoutRecord)
 		switch {
 		case h.Typeflag == tar.TypeChar && h.Devmajor == 0 && h.Devminor == 0:
 			dir, base := path.Split(name)
-			h = &tar.Header{Typeflag: tar.TypeReg, Name: dir + whiteoutPrefix + base, ModTime: h.ModTime, Mode: 0o600}
+			h = whiteout(dir+whiteoutPrefix+base, h.ModTime)
 		case h.Typeflag == tar.TypeDir:
 			h.Name = name + "/"
 		default:
@@ -102,7 +136,7 @@ func toOCI(w io.Writer, r io.Reader) error {
 			}
 		}
 		if opaque && h.Typeflag == tar.TypeDir {
-			if err := out.WriteHeader(&tar.Header{Typeflag: tar.TypeReg, Name: h.Name + opaqueName, Mode: 0o600, ModTime: h.ModTime}); err != nil {
+			if err := out.WriteHeader(whiteout(h.Name+opaqueName, h.ModTime)); err != nil {
 				return err
 			}
 		}

@@ -235,7 +235,7 @@ func (d *Driver) Dial(ctx context.Context, id session.SandboxID, port uint16) (n
 		return nil, err
 	}
 	var wire *link.Link
-	if err := s.do(ctx, func() error { wire = s.link; return nil }); err != nil {
+	if err := s.do(ctx, func() error { wire = s.wire.Load(); return nil }); err != nil {
 		return nil, err
 	}
 	// Not as an operation: a dial may take as long as its context allows.
@@ -307,9 +307,7 @@ func (d *Driver) Close() error {
 		if s.acquire(ctx) != nil {
 			continue
 		}
-		if s.link != nil {
-			s.link.Close()
-		}
+		s.closeWire()
 		s.release()
 	}
 	// Ours only while sandboxes are in it; if there are, it stays.
@@ -318,10 +316,10 @@ func (d *Driver) Close() error {
 
 // OutboundRefused is how much the sandbox tried to send of its own accord.
 func (s *sandbox) outboundRefused() uint64 {
-	if s.link == nil {
-		return 0
+	if wire := s.wire.Load(); wire != nil {
+		return wire.Refused()
 	}
-	return s.link.Refused()
+	return 0
 }
 
 // Addresses inside every sandbox, for those who configure or test it.

@@ -386,6 +386,13 @@ func TestExportIsOCI(t *testing.T) {
 			t.Errorf("mount point %s is listed as a change", name)
 		}
 	}
+	if err := d.Resume(t.Context(), id); err != nil {
+		t.Fatal(err)
+	}
+	p, err := d.Inspect(t.Context(), id)
+	if err != nil || !p.OK() {
+		t.Errorf("posture after an export: %+v, %v", p, err)
+	}
 }
 
 // TestRecoverWhilePaused: a frozen guest stays frozen through a restart, is
@@ -437,5 +444,56 @@ func TestRecoverWhilePaused(t *testing.T) {
 	}
 	if out := mustRun(t, d, r.ID, "cat", "/root/f"); out != "kept\n" {
 		t.Errorf("after resume: %q", out)
+	}
+}
+
+// TestExportOfLargeFilesAndForgedNames: what fits the disk is exported though
+// the memory limit is smaller than it twice over, and a name that looks like
+// a deletion is a file.
+func TestExportOfLargeFilesAndForgedNames(t *testing.T) {
+	d := newDriver(t, t.TempDir())
+	id := start(t, d, func(r *driver.StartRequest) { r.Limits.DiskBytes = 512 << 20; r.Limits.MemoryBytes = 512 << 20 })
+	mustRun(t, d, id, "sh", "-c", "head -c 300M /dev/zero > /root/big; echo payload > /root/.wh.evil; echo after > /var/zzz; rm /etc/issue")
+	if err := d.Pause(t.Context(), id); err != nil {
+		t.Fatal(err)
+	}
+	read, write := io.Pipe()
+	go func() { write.CloseWithError(d.ExportChanges(t.Context(), id, write)) }() // ends with the read below
+	sizes, marked := map[string]int64{}, map[string]bool{}
+	for r := tar.NewReader(read); ; {
+		h, err := r.Next()
+		if errors.Is(err, io.EOF) {
+			break
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		sizes[h.Name] = h.Size
+		_, marked[h.Name] = h.PAXRecords[driver.WhiteoutRecord]
+	}
+	if sizes["root/big"] != 300<<20 || sizes["var/zzz"] != 6 || sizes["root/.wh.evil"] != 8 {
+		t.Errorf("sizes %v", sizes)
+	}
+	if marked["root/.wh.evil"] || !marked["etc/.wh.issue"] {
+		t.Errorf("marked as deletions: %v", marked)
+	}
+}
+
+// TestFloodedWire: a guest that sends as fast as it can is refused, stays
+// answerable, and is frozen at once.
+func TestFloodedWire(t *testing.T) {
+	d := newDriver(t, t.TempDir())
+	id := start(t, d, nil)
+	script := "import os, socket, time\nend = time.time() + 3\nos.fork(); os.fork()\ns = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)\nwhile time.time() < end:\n  try: s.sendto(b'x' * 60000, ('192.0.2.1', 9))\n  except OSError: pass\n"
+	if _, code, err := run(t.Context(), d, id, "timeout", "20", "python3", "-c", script); err != nil || code != 0 {
+		t.Fatalf("flood: exit %d, %v; want it to end by itself", code, err)
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Second)
+	defer cancel()
+	if err := d.Pause(ctx, id); err != nil {
+		t.Error(err)
+	}
+	if st, err := d.Stats(ctx, id); err != nil || st.OutboundRefused == 0 {
+		t.Errorf("stats after a flood: %+v, %v", st, err)
 	}
 }

@@ -121,9 +121,7 @@ func (s *sandbox) watch(pid int, child bool) error {
 		// destroys it is busy until it has ended.
 		s.busy <- struct{}{}
 		defer s.release()
-		if s.link != nil {
-			s.link.Close()
-		}
+		s.closeWire()
 	}()
 	return nil
 }
@@ -246,6 +244,18 @@ func (d *Driver) scan() (map[int]session.SandboxID, error) {
 	return found, nil
 }
 
+// isSentry reports whether a process runs as the user that only sentries are:
+// any user of the host can give a process of its own the marks, but not that.
+func isSentry(pid int) bool {
+	status, err := statusOf(fmt.Sprintf("/proc/%d/status", pid))
+	if err != nil {
+		return false
+	}
+	real, _, _ := strings.Cut(status["Uid"], "\t")
+	uid, err := strconv.ParseInt(real, 10, 64)
+	return err == nil && uid >= hostID && uid < hostID+idCount
+}
+
 // owner reads whose sentry a process is, if it is one of ours. Guests cannot
 // fake it: their processes have no command line on the host but the stub's.
 func (d *Driver) owner(pid int) (session.SandboxID, bool) {
@@ -254,7 +264,7 @@ func (d *Driver) owner(pid int) (session.SandboxID, bool) {
 		return "", false
 	}
 	args := strings.Split(strings.TrimSuffix(string(b), "\x00"), "\x00")
-	if args[0] != "runsc-sandbox" {
+	if args[0] != "runsc-sandbox" || !isSentry(pid) {
 		return "", false
 	}
 	id := session.SandboxID(args[len(args)-1])

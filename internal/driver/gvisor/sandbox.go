@@ -8,12 +8,14 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"sync/atomic"
 	"time"
 
 	"golang.org/x/sys/unix"
 	"gvisor.dev/gvisor/pkg/control/client"
 	"gvisor.dev/gvisor/pkg/urpc"
 	"gvisor.dev/gvisor/runsc/boot"
+	"gvisor.dev/gvisor/runsc/config"
 	"gvisor.dev/gvisor/runsc/container"
 	runsc "gvisor.dev/gvisor/runsc/sandbox"
 
@@ -43,7 +45,7 @@ type sandbox struct {
 
 	busy   chan struct{} // holds one token: one operation at a time; guards what follows
 	runsc  *runsc.Sandbox
-	link   *link.Link
+	wire   atomic.Pointer[link.Link] // read without a turn
 	proc   *process
 	paused bool
 	unsure bool // an earlier process died while it paused this
@@ -113,6 +115,23 @@ func (s *sandbox) orKill(ctx context.Context, part func() error) error {
 			return errors.Join(ctx.Err(), err)
 		case <-time.After(10 * time.Millisecond): // one may just be starting
 		}
+	}
+}
+
+// started reports whether the sandbox has its wire and has not ended; unlike
+// alive it may be asked at any time.
+func (s *sandbox) started() bool {
+	select {
+	case <-s.ended:
+		return false
+	default:
+		return s.wire.Load() != nil
+	}
+}
+
+func (s *sandbox) closeWire() {
+	if wire := s.wire.Load(); wire != nil {
+		wire.Close()
 	}
 }
 
@@ -198,7 +217,10 @@ func (s *sandbox) openLink() error {
 		return fmt.Errorf("link of %s: %w", s.id, err)
 	}
 	link.Widen(fd)
-	s.link, err = link.Open(fd)
+	wire, err := link.Open(fd)
+	if err == nil {
+		s.wire.Store(wire)
+	}
 	return err
 }
 
@@ -265,6 +287,9 @@ func networkArgs(guestEnd *os.File, restore bool) *boot.CreateLinksAndRoutesArgs
 			Addresses:         []boot.IPWithPrefix{{Address: link.Guest.AsSlice(), PrefixLen: link.PrefixBits}},
 			Routes:            []boot.Route{wireRoute()},
 			RXChecksumOffload: true, TXChecksumOffload: true,
+			// Without a queue a full wire makes gVisor try a send again for
+			// ever, with what is left of it: nothing.
+			QDisc: config.QDiscFIFO,
 		}},
 		Defaultv4Gateway: boot.DefaultRoute{Name: "eth0", Route: boot.Route{Destination: everywhere(), Gateway: gateway}},
 		IsRestore:        restore,
@@ -274,9 +299,7 @@ func networkArgs(guestEnd *os.File, restore bool) *boot.CreateLinksAndRoutesArgs
 // destroy removes everything of the sandbox and proves it; it may be called
 // in any state and again. Called busy.
 func (s *sandbox) destroy(ctx context.Context) error {
-	if s.link != nil {
-		s.link.Close()
-	}
+	s.closeWire()
 	ctx, cancel := context.WithTimeout(ctx, killLimit)
 	defer cancel()
 	if err := s.killAll(ctx); err != nil {

@@ -45,14 +45,19 @@ func (s *sandbox) pause() error {
 	if s.paused {
 		return nil
 	}
+	// Nothing may run on because a disk is full: without its mark a sandbox is
+	// only lost if this process dies.
 	if err := os.WriteFile(s.pausedMark(), []byte(maybe), 0o600); err != nil {
-		return err
+		s.d.log.Error("a pause is not written down", "sandbox", s.id, "error", err)
 	}
 	if err := s.runsc.Pause(string(s.id)); err != nil {
 		return errors.Join(err, os.Remove(s.pausedMark()))
 	}
 	s.paused = true
-	return os.WriteFile(s.pausedMark(), []byte(certainly), 0o600)
+	if err := os.WriteFile(s.pausedMark(), []byte(certainly), 0o600); err != nil {
+		s.d.log.Error("a pause is not written down", "sandbox", s.id, "error", err)
+	}
+	return nil
 }
 
 // What a pausedMark says.
@@ -64,6 +69,11 @@ const (
 func (s *sandbox) resume() error {
 	if !s.paused {
 		return nil
+	}
+	if l := s.req.Limits.MemoryBytes; l > 0 { // an export may have raised it
+		if err := s.group.LimitMemory(l); err != nil {
+			return err
+		}
 	}
 	if err := os.Remove(s.pausedMark()); err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return err
