@@ -7,6 +7,7 @@ import (
 	"io"
 	"log/slog"
 	"net"
+	"os"
 	"os/exec"
 	"path/filepath"
 
@@ -32,6 +33,10 @@ type templates struct {
 	*template.Store
 	snapshots *snapshot.Maker // nil: the driver boots every sandbox
 	log       *slog.Logger
+
+	// agent is the digest of the agent that this build puts into images, and
+	// stamp the file that says which one base was built with.
+	agent, stamp string
 }
 
 func newTemplates(store *template.Store, builder interface {
@@ -64,12 +69,15 @@ func (t *templates) Build(ctx context.Context, spec template.Spec, progress temp
 // Resolve implements lifecycle.Templates.
 func (t *templates) Resolve(ctx context.Context, name string, progress func(done, total int64, what string)) (lifecycle.Template, error) {
 	image, err := t.Store.Get(name)
-	if kind.Is(err, kind.NotFound) && isBase(name) {
+	if isBase(name) && (kind.Is(err, kind.NotFound) || err == nil && t.outdated()) {
 		image, err = t.Build(ctx, template.Base(), func(e template.Event) {
 			if progress != nil {
 				progress(e.Done, e.Total, "template base: "+e.Phase)
 			}
 		})
+		if err == nil {
+			err = t.built()
+		}
 	}
 	if err != nil {
 		return lifecycle.Template{}, err
@@ -82,6 +90,20 @@ func (t *templates) Resolve(ctx context.Context, name string, progress func(done
 		Digest: string(image.Digest), ImageDigest: string(image.ImageDigest), Image: image.Image, Snapshot: dir, SnapshotDiskMiB: snapshotResources.DiskMiB,
 		Env: image.Config.Env, User: image.Config.User, Workdir: image.Config.Workdir, Agent: []string{agentPath},
 	}, nil
+}
+
+// outdated reports whether base has the agent of another build: an upgrade
+// makes it anew on first use. Other templates are their owners' to rebuild.
+func (t *templates) outdated() bool {
+	b, err := os.ReadFile(t.stamp)
+	return t.agent != "" && (err != nil || string(b) != t.agent)
+}
+
+func (t *templates) built() error {
+	if t.agent == "" {
+		return nil
+	}
+	return os.WriteFile(t.stamp, []byte(t.agent), 0o644) //nolint:gosec // a digest, not a secret
 }
 
 func isBase(name string) bool {

@@ -67,7 +67,7 @@ func (m *Manager) takeBack(ctx context.Context, s session.Session, r Recovered, 
 		if running {
 			return m.carryOn(ctx, a, s, r, p)
 		}
-		end.Reason, end.Detail = session.Crashed, "its sandbox stopped while bivy was not running"
+		end.Reason, end.Detail = session.Crashed, "its sandbox had stopped, or could not be taken back, when bivy started"
 		if p.boot != "" && p.boot != m.o.BootID {
 			end.Reason, end.Detail = session.NodeLost, "the machine was restarted"
 		}
