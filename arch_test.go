@@ -39,7 +39,7 @@ cmd/bivy-sentry                   : driver/gvisor/sentry
 internal/api                      : audit auth client driver kind lifecycle secret session template
 internal/api/apitest              : api audit auth client driver kind lifecycle session template
 internal/audit                    : kind session
-internal/auth                     : kind secret session
+internal/auth                     : durable kind secret session
 internal/bench                    : bundle cgroup client config kind
 internal/bundle                   : kind
 internal/bundle/pack              : bundle
@@ -56,6 +56,7 @@ internal/driver/gvisor            : cgroup driver driver/gvisor/bootflags kind l
 internal/driver/gvisor/bootflags  :
 internal/driver/gvisor/sentry     : driver/gvisor/bootflags
 internal/driver/gvisor/sentry/gen :
+internal/durable                  :
 internal/guest                    : guest/accounts guest/files guest/proc guest/wire guest/wire/gen/filesystem/filesystemconnect guest/wire/gen/process/processconnect
 internal/guest/accounts           : guest/wire
 internal/guest/files              : guest/accounts guest/proc guest/watch guest/wire guest/wire/gen/filesystem
@@ -68,15 +69,16 @@ internal/guest/wire/gen/filesystem :
 internal/guest/wire/gen/filesystem/filesystemconnect : guest/wire/gen/filesystem
 internal/guest/wire/gen/process   :
 internal/guest/wire/gen/process/processconnect : guest/wire/gen/process
+internal/hostclock                :
 internal/kind                     :
 internal/leakcheck                :
-internal/lifecycle                : audit driver guest/guestclient guest/wire kind session
+internal/lifecycle                : audit driver guest/guestclient guest/wire hostclock kind session
 internal/link                     :
-internal/node                     : driver guest/guestclient guest/wire kind lifecycle session
+internal/node                     : driver guest/guestclient guest/wire hostclock kind lifecycle session
 internal/secret                   :
 internal/session                  : kind
 internal/snapshot                 : driver kind session
-internal/store/sqlite             : audit auth kind session
+internal/store/sqlite             : audit auth hostclock kind session
 internal/store/storetest          : audit kind lifecycle session
 internal/template                 : kind template/debian template/image template/source template/tree
 internal/template/debian          : kind template/source template/tree

@@ -6,9 +6,7 @@ import (
 	"crypto/sha256"
 	"crypto/subtle"
 	"encoding/hex"
-	"errors"
 	"fmt"
-	"os"
 	"path/filepath"
 	"strings"
 	"sync"
@@ -16,6 +14,7 @@ import (
 	"time"
 	"unicode/utf8"
 
+	"bivy/internal/durable"
 	"bivy/internal/kind"
 	"bivy/internal/secret"
 	"bivy/internal/session"
@@ -207,7 +206,7 @@ func (r *Keyring) EnsureAdmin(ctx context.Context, dir string) (string, error) {
 	}
 	token := newToken()
 	path := filepath.Join(dir, AdminKeyFile)
-	if err := writePrivate(path, []byte(token.Reveal()+"\n")); err != nil {
+	if err := durable.WriteFile(path, []byte(token.Reveal()+"\n"), 0o600); err != nil {
 		return "", fmt.Errorf("first admin key: %w", err)
 	}
 	if _, err := r.putLocked(ctx, token, "local:first-run", Admin, "first admin key"); err != nil {
@@ -225,27 +224,4 @@ func newToken() secret.Value {
 func wellFormed(token string) bool {
 	tail, ok := strings.CutPrefix(token, TokenPrefix)
 	return ok && len(tail) == 2*tokenBytes && strings.Trim(tail, "0123456789abcdef") == ""
-}
-
-// writePrivate replaces the file by one that only its owner can read, at no
-// moment half written and at no moment readable by others.
-func writePrivate(path string, data []byte) error {
-	dir := filepath.Dir(path)
-	f, err := os.CreateTemp(dir, "."+filepath.Base(path)+"-*") // mode 0600
-	if err != nil {
-		return err
-	}
-	defer os.Remove(f.Name())
-	_, err = f.Write(data)
-	if err = errors.Join(err, f.Chmod(0o600), f.Sync(), f.Close()); err != nil {
-		return err
-	}
-	if err := os.Rename(f.Name(), path); err != nil {
-		return err
-	}
-	d, err := os.Open(dir)
-	if err != nil {
-		return err
-	}
-	return errors.Join(d.Sync(), d.Close())
 }

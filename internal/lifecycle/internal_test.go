@@ -10,7 +10,9 @@ import (
 	"testing/synctest"
 	"time"
 
+	"bivy/internal/guest/wire"
 	"bivy/internal/kind"
+	"bivy/internal/session"
 )
 
 func TestTurnsAreFair(t *testing.T) {
@@ -130,5 +132,13 @@ func TestClip(t *testing.T) {
 	}
 	if got := clip("ääää", 3); got != "ä… (6 bytes cut)" {
 		t.Error(got)
+	}
+}
+
+// A path that a spec may name can be named in a call too, and the other way
+// round: the guest, which knows no specs, has a bound of its own.
+func TestOneLengthOfPaths(t *testing.T) {
+	if session.MaxPathLength != wire.MaxPath {
+		t.Errorf("%d in a spec, %d to the guest", session.MaxPathLength, wire.MaxPath)
 	}
 }

@@ -8,13 +8,11 @@
 package lifecycle
 
 import (
-	"bytes"
 	"context"
 	"errors"
 	"fmt"
 	"io"
 	"log/slog"
-	"os"
 	"runtime"
 	"sync"
 	"time"
@@ -22,6 +20,7 @@ import (
 	"bivy/internal/audit"
 	"bivy/internal/driver"
 	"bivy/internal/guest/guestclient"
+	"bivy/internal/hostclock"
 	"bivy/internal/kind"
 	"bivy/internal/session"
 )
@@ -72,11 +71,10 @@ func New(o Options) (*Manager, error) {
 		o.CreateLimit = runtime.NumCPU()
 	}
 	if o.BootID == "" {
-		b, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
-		if err != nil {
-			return nil, fmt.Errorf("lifecycle: this machine's boot id: %w", err)
+		var err error
+		if o.BootID, err = hostclock.BootID(); err != nil {
+			return nil, fmt.Errorf("lifecycle: %w", err)
 		}
-		o.BootID = string(bytes.TrimSpace(b))
 	}
 	m := &Manager{
 		o: o, b: o.Bounds.withDefaults(), log: o.Log,

@@ -18,16 +18,13 @@ import (
 	"io"
 	"log/slog"
 	"net"
-	"os"
-	"strings"
 	"sync"
 	"time"
-
-	"golang.org/x/sys/unix"
 
 	"bivy/internal/driver"
 	"bivy/internal/guest/guestclient"
 	"bivy/internal/guest/wire"
+	"bivy/internal/hostclock"
 	"bivy/internal/kind"
 	"bivy/internal/lifecycle"
 	"bivy/internal/session"
@@ -104,7 +101,7 @@ func New(o Options) (*Node, error) {
 		o.AgentPort = wire.Port
 	}
 	if o.Uptime == nil {
-		o.Uptime = uptime
+		o.Uptime = hostclock.Uptime
 	}
 	if o.Now == nil {
 		o.Now = time.Now
@@ -116,11 +113,10 @@ func New(o Options) (*Node, error) {
 		o.Tick = 2 * time.Second
 	}
 	if o.BootID == "" {
-		b, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
-		if err != nil {
-			return nil, fmt.Errorf("node: this machine's boot id: %w", err)
+		var err error
+		if o.BootID, err = hostclock.BootID(); err != nil {
+			return nil, fmt.Errorf("node: %w", err)
 		}
-		o.BootID = strings.TrimSpace(string(b))
 	}
 	key, err := openDir(o.Dir)
 	if err != nil {
@@ -131,17 +127,6 @@ func New(o Options) (*Node, error) {
 	}
 	n.base, n.stop = context.WithCancel(context.Background())
 	return n, nil
-}
-
-// uptime reads CLOCK_BOOTTIME.
-func uptime() time.Duration {
-	var ts unix.Timespec
-	if err := unix.ClockGettime(unix.CLOCK_BOOTTIME, &ts); err != nil {
-		// The call has no way to fail on a kernel that has the clock, which is
-		// every one since 2.6.39; without it no deadline could be kept.
-		panic(fmt.Sprintf("reading CLOCK_BOOTTIME: %v", err))
-	}
-	return time.Duration(ts.Nano())
 }
 
 // Run keeps deadlines and tells news until ctx ends. Sandboxes live on. It is

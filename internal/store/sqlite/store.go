@@ -21,10 +21,10 @@ import (
 	"sync/atomic"
 	"time"
 
-	"golang.org/x/sys/unix"
 	_ "modernc.org/sqlite" // the driver
 
 	"bivy/internal/audit"
+	"bivy/internal/hostclock"
 	"bivy/internal/kind"
 )
 
@@ -218,18 +218,11 @@ func dsn(path string, pragmas ...string) string {
 
 // hostMoment returns a function that reads the host's clocks.
 func hostMoment() (func() audit.Moment, error) {
-	boot, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
+	id, err := hostclock.BootID()
 	if err != nil {
-		return nil, fmt.Errorf("boot id of the host: %w", err)
+		return nil, err
 	}
-	id := strings.TrimSpace(string(boot))
 	return func() audit.Moment {
-		m := audit.Moment{Now: time.Now(), Boot: id}
-		var ts unix.Timespec
-		// CLOCK_BOOTTIME exists on every kernel that bivy runs on.
-		if unix.ClockGettime(unix.CLOCK_BOOTTIME, &ts) == nil {
-			m.Uptime = time.Duration(ts.Nano())
-		}
-		return m
+		return audit.Moment{Now: time.Now(), Boot: id, Uptime: hostclock.Uptime()}
 	}, nil
 }
