@@ -87,7 +87,14 @@ func Main(ctx context.Context, e Engine, args []string, s Streams) int {
 	root.SetIn(s.In)
 	root.SetOut(s.Out)
 	root.SetErr(s.Err)
-	err := root.ExecuteContext(ctx)
+	root.InitDefaultCompletionCmd(args...)
+	for _, cmd := range root.Commands() {
+		if cmd.Name() == "completion" {
+			group(cmd)
+		}
+	}
+	cmd, err := root.ExecuteContextC(ctx)
+	a.path = cmd.CommandPath()
 	if a.close != nil {
 		err = errors.Join(err, a.close())
 	}
@@ -102,10 +109,11 @@ type app struct {
 
 	server, keyFile, configFile, dataDir, output string
 
-	parsed bool // the command line was understood
-	failed int  // exit code of failures; 0: exitFailed
-	code   int  // exit code when nothing failed
-	quiet  bool // the failure has been told
+	path   string // of the command, e.g. "bivy key create"
+	parsed bool   // the command line was understood
+	failed int    // exit code of failures; 0: exitFailed
+	code   int    // exit code when nothing failed
+	quiet  bool   // the failure has been told
 	close  func() error
 }
 
@@ -120,7 +128,7 @@ func (a *app) exit(err error) int {
 	isClient := errors.As(err, &e)
 	code := exitFailed
 	switch {
-	case !a.parsed:
+	case !a.parsed || wrongFlag(err):
 		code = exitUsage
 	case isClient && e.ExitCode != 0 && a.failed != 0:
 		code = e.ExitCode
@@ -138,14 +146,16 @@ func (a *app) complain(err error) {
 	hint := kind.Hint(err)
 	var e *client.Error
 	if errors.As(err, &e) {
-		hint = e.Hint
+		if hint = e.Hint; hint == "" {
+			hint = whereIDs(e)
+		}
 	}
 	var dial *net.OpError
 	if hint == "" && errors.As(err, &dial) && dial.Op == "dial" {
 		hint = "is the server running? --server and BIVY_SERVER name another one"
 	}
-	if hint == "" && !a.parsed {
-		hint = "see bivy --help"
+	if hint == "" && (!a.parsed || wrongFlag(err)) {
+		hint = "see " + a.path + " --help"
 	}
 	if hint != "" {
 		fmt.Fprintf(a.Err, "hint: %s\n", printable(hint))
@@ -171,6 +181,9 @@ func (a *app) root() *cobra.Command {
 			return nil
 		},
 	}
+	root.Version = a.version()
+	root.SetVersionTemplate("{{.Version}}\n")
+	root.SetHelpCommand(helpCommand())
 	f := root.PersistentFlags()
 	f.StringVar(&a.server, "server", "", "server to use, e.g. http://127.0.0.1:7171 (BIVY_SERVER)")
 	f.StringVar(&a.keyFile, "key-file", "", "file that holds the API key (BIVY_API_KEY holds the key itself)")
@@ -184,10 +197,14 @@ func (a *app) root() *cobra.Command {
 			root.AddCommand(c)
 		}
 	}
-	add("use", a.runCommand(), a.createCommand(), a.execCommand(), a.shellCommand(), a.cpCommand(), a.lsCommand(), a.showCommand(), a.endCommand())
+	add("use", a.runCommand(), a.createCommand(), a.execCommand(), a.shellCommand(), a.cpCommand(), a.lsCommand(), a.showCommand(), a.timeoutCommand(), a.endCommand())
 	add("see", a.logsCommand(), a.auditCommand(), a.templateCommand())
 	add("host", a.serveCommand(), a.doctorCommand(), a.benchCommand(), a.keyCommand(), a.versionCommand())
 	return root
+}
+
+func (a *app) version() string {
+	return strings.TrimSpace("bivy " + a.engine.Version.Version + " " + a.engine.Version.Commit)
 }
 
 func (a *app) versionCommand() *cobra.Command {
@@ -201,7 +218,7 @@ func (a *app) versionCommand() *cobra.Command {
 			if a.json() {
 				return a.printJSON(v)
 			}
-			fmt.Fprintln(a.Out, strings.TrimSpace("bivy "+v.Version+" "+v.Commit))
+			fmt.Fprintln(a.Out, a.version())
 			return nil
 		},
 	}

@@ -135,11 +135,13 @@ func TestScripts(t *testing.T) {
 			"capture": func(ts *testscript.TestScript, _ bool, args []string) {
 				ts.Setenv(args[0], strings.TrimSpace(ts.ReadFile("stdout")))
 			},
-			// url sets URL to where the announced server is.
+			// url sets URL, HOSTPORT and LOCAL to where the announced server is.
 			"url": func(ts *testscript.TestScript, _ bool, _ []string) {
 				r, _, err := config.Find(ts.MkAbs("run"))
 				ts.Check(err)
 				ts.Setenv("URL", r.URL)
+				ts.Setenv("HOSTPORT", strings.TrimPrefix(r.URL, "http://"))
+				ts.Setenv("LOCAL", strings.Replace(r.URL, "127.0.0.1", "localhost", 1))
 			},
 			// status wants an exit code of the command after it.
 			"status": func(ts *testscript.TestScript, _ bool, args []string) {

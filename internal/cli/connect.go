@@ -7,8 +7,10 @@ import (
 	"log/slog"
 	"net"
 	"net/http"
+	"net/url"
 	"os"
 	"path/filepath"
+	"strings"
 	"sync"
 	"time"
 
@@ -38,24 +40,36 @@ func (a *app) connect(ctx context.Context, w where) (*client.Client, error) {
 	if err != nil {
 		return nil, err
 	}
-	url, keyFile := a.server, a.keyFile
-	if url == "" {
-		url = a.env.Server
+	at, keyFile := a.server, a.keyFile
+	if at == "" {
+		at = a.env.Server
 	}
-	if url == "" {
-		url = own.Server
+	if at == "" {
+		at = own.Server
 	}
 	if keyFile == "" {
 		keyFile = own.KeyFile
 	}
-	running, alive, err := config.Find(cfg.RunDir)
+	patience := time.Duration(0)
+	if at == "" && w == onServer {
+		patience = startPatience
+	}
+	running, alive, err := a.find(ctx, cfg.RunDir, at == "", patience)
 	if err != nil {
 		return nil, err
 	}
-	if url == "" && alive {
-		url = running.URL
+	if at, err = serverURL(at); err != nil {
+		return nil, err
 	}
-	if url == "" {
+	if alive && (at == "" || sameServer(at, running.URL)) {
+		// One of several names is where its key is known, and certainly it.
+		at = running.URL
+		if a.dataDir != "" && running.DataDir != "" && filepath.Clean(a.dataDir) != filepath.Clean(running.DataDir) {
+			return nil, kind.Errorf(kind.Conflict, "the server that runs here uses %s, not %s", running.DataDir, a.dataDir).
+				WithHint("leave --data out, or choose another run_dir")
+		}
+	}
+	if at == "" {
 		if w == onServer {
 			return nil, kind.Errorf(kind.Unavailable, "no server runs here and none was named").
 				WithHint("start one with: bivy serve")
@@ -70,7 +84,7 @@ func (a *app) connect(ctx context.Context, w where) (*client.Client, error) {
 		key = a.env.Key
 	case keyFile != "":
 		key, err = config.ReadKey(keyFile)
-	case alive && url == running.URL && running.KeyFile != "":
+	case alive && at == running.URL && running.KeyFile != "":
 		key, err = config.ReadKey(running.KeyFile)
 	default:
 		if dir := config.ClientDir(); dir != "" {
@@ -82,7 +96,64 @@ func (a *app) connect(ctx context.Context, w where) (*client.Client, error) {
 	if err != nil {
 		return nil, kind.Errorf(kind.Unauthentic, "API key: %w", err).WithHint("set BIVY_API_KEY, or name a file with --key-file")
 	}
-	return client.New(client.Options{URL: url, Key: key, UserAgent: "bivy/" + a.engine.Version.Version})
+	return client.New(client.Options{URL: at, Key: key, UserAgent: "bivy/" + a.engine.Version.Version})
+}
+
+// startPatience is how long a command that needs a server waits for the first
+// sign of one.
+const startPatience = 500 * time.Millisecond
+
+// find looks for the server of this machine. While a process that is not
+// announced uses the run directory, that may be a server which is starting.
+// One that was started just now may not use it yet, which is what patience is
+// for.
+func (a *app) find(ctx context.Context, runDir string, wait bool, patience time.Duration) (config.Running, bool, error) {
+	began := time.Now()
+	ctx, cancel := context.WithTimeout(ctx, config.LockPatience)
+	defer cancel()
+	tick := time.NewTicker(config.LockInterval)
+	defer tick.Stop()
+	for {
+		running, alive, err := config.Find(runDir)
+		if err != nil || alive || !wait || !config.Held(runDir) && time.Since(began) >= patience {
+			return running, alive, err
+		}
+		select {
+		case <-tick.C:
+		case <-ctx.Done():
+			if !config.Held(runDir) {
+				return running, false, nil
+			}
+			return running, false, config.HeldError(runDir)
+		}
+	}
+}
+
+// serverURL takes HOST:PORT for http.
+func serverURL(s string) (string, error) {
+	if s == "" {
+		return "", nil
+	}
+	if !strings.Contains(s, "://") {
+		s = "http://" + s
+	}
+	u, err := url.Parse(s)
+	if err != nil || u.Host == "" || u.Scheme != "http" && u.Scheme != "https" {
+		return "", kind.Errorf(kind.Invalid, "%.200q; want a URL such as http://127.0.0.1:7171", s).WithField("--server")
+	}
+	return s, nil
+}
+
+// sameServer reports whether two URLs are one server of this machine. The
+// name localhost counts as the address that is served.
+func sameServer(asked, served string) bool {
+	a, err1 := url.Parse(asked)
+	s, err2 := url.Parse(served)
+	if err1 != nil || err2 != nil || a.Scheme != s.Scheme || a.Port() != s.Port() || strings.Trim(a.Path, "/") != "" {
+		return false
+	}
+	ip := net.ParseIP(s.Hostname())
+	return a.Hostname() == s.Hostname() || strings.EqualFold(a.Hostname(), "localhost") && ip != nil && ip.IsLoopback()
 }
 
 // How long this process waits for its own engine: for requests in progress,

@@ -31,7 +31,7 @@ Only regular files and directories are copied; anything else is named on
 stderr and left out. Nothing is written outside the destination, whatever the
 names in a session are.`,
 		Example: "  bivy cp data.csv h2k…:/home/user/data.csv\n  bivy cp h2k…:/home/user/out ./results",
-		Args:    cobra.ExactArgs(2),
+		Args:    want(false, "SRC", "DST"),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			fromID, from, fromSession := splitRemote(args[0])
 			toID, to, toSession := splitRemote(args[1])

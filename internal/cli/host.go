@@ -67,7 +67,7 @@ func (a *app) serve(ctx context.Context, cfg config.Config) (err error) {
 	defer stop()
 	var an announcement
 	err = a.engine.Serve(ctx, cfg, log, func(l Listening) {
-		if err := an.make(cfg.RunDir, config.Running{URL: l.URL, KeyFile: l.KeyFile}); err != nil {
+		if err := an.make(cfg.RunDir, config.Running{URL: l.URL, KeyFile: l.KeyFile, DataDir: cfg.DataDir}); err != nil {
 			stop()
 			return
 		}
@@ -188,13 +188,17 @@ func (a *app) benchCommand() *cobra.Command {
 }
 
 func (a *app) keyCommand() *cobra.Command {
-	cmd := &cobra.Command{Use: "key", Short: "Make, list and revoke API keys"}
+	cmd := group(&cobra.Command{Use: "key", Short: "Make, list and revoke API keys"})
 	var k client.CreateKey
 	var role string
 	create := &cobra.Command{
 		Use: "create", Short: "Make a key and print its secret, this once", Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			k.Role = client.Role(role)
+			switch k.Role = client.Role(role); k.Role {
+			case client.Admin, client.Developer, client.Auditor:
+			default:
+				return kind.Errorf(kind.Invalid, "%.100q; want admin, developer or auditor", role).WithField("--role")
+			}
 			c, err := a.connect(cmd.Context(), anywhere)
 			if err != nil {
 				return err
@@ -234,7 +238,7 @@ func (a *app) keyCommand() *cobra.Command {
 		},
 	}
 	revoke := &cobra.Command{
-		Use: "revoke KEY", Short: "Make a key worthless at once", Args: cobra.ExactArgs(1),
+		Use: "revoke KEY", Short: "Make a key worthless at once", Args: want(false, "KEY"),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			c, err := a.connect(cmd.Context(), anywhere)
 			if err != nil {

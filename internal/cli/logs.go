@@ -28,7 +28,7 @@ func (a *app) logsCommand() *cobra.Command {
 		Long: `Tell what happened in a session, from its record: its states, the commands that
 ran in it and how they ended, the files that came and went. What commands wrote
 is not part of the record. With -o json each event is one line.`,
-		Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeSession,
+		Args: want(false, "SESSION"), ValidArgsFunction: a.completeSession,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			c, err := a.connect(cmd.Context(), anywhere)
 			if err != nil {
@@ -140,14 +140,14 @@ func eventText(ev client.Event) string {
 }
 
 func (a *app) auditCommand() *cobra.Command {
-	cmd := &cobra.Command{Use: "audit", Short: "Show, export and verify records"}
+	cmd := group(&cobra.Command{Use: "audit", Short: "Show, export and verify records"})
 	cmd.AddCommand(a.auditShow(), a.auditExport(), a.auditVerify())
 	return cmd
 }
 
 func (a *app) auditShow() *cobra.Command {
 	return &cobra.Command{
-		Use: "show SESSION", Short: "Show every event of a record with its hash", Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeSession,
+		Use: "show SESSION", Short: "Show every event of a record with its hash", Args: want(false, "SESSION"), ValidArgsFunction: a.completeSession,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			c, err := a.connect(cmd.Context(), anywhere)
 			if err != nil {
@@ -174,7 +174,7 @@ func (a *app) auditShow() *cobra.Command {
 func (a *app) auditExport() *cobra.Command {
 	var file string
 	cmd := &cobra.Command{
-		Use: "export SESSION", Short: "Write a record in the form that is verified offline", Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeSession,
+		Use: "export SESSION", Short: "Write a record in the form that is verified offline", Args: want(false, "SESSION"), ValidArgsFunction: a.completeSession,
 		RunE: func(cmd *cobra.Command, args []string) (err error) {
 			c, err := a.connect(cmd.Context(), anywhere)
 			if err != nil {
@@ -222,7 +222,7 @@ machine's server and in trusted-keys beside the person's own settings. --key
 takes a file with public keys, or the fingerprint of one of those.
 
 Exit codes: 0 verified; 1 not.`,
-		Args: cobra.ExactArgs(1),
+		Args: want(false, "FILE"),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			keys, err := a.pinned(pins)
 			if err != nil {

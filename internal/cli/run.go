@@ -5,9 +5,11 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"os"
 	"path"
 	"path/filepath"
 	"strings"
+	"sync"
 	"syscall"
 	"time"
 
@@ -37,7 +39,7 @@ Exit codes: the command's own; 128 plus the number of the signal that ended it;
 127 when there is no such command, 126 when it cannot be executed, 125 when
 bivy could not do it, 2 when the command line is wrong.`,
 		Example: "  bivy run -- python3 -c 'print(6*7)'\n  bivy run --upload script.py --memory 256M -- python3 script.py",
-		Args:    cobra.MinimumNArgs(1),
+		Args:    want(true, "COMMAND"),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			a.failed = exitNotRun
 			return a.run(cmd.Context(), &spec, &r, args)
@@ -72,6 +74,9 @@ func (a *app) run(ctx context.Context, spec *specFlags, r *runFlags, argv []stri
 	defer giveUp()
 	sig := catch(giveUp)
 	defer sig.stop()
+	if r.tty && !term.IsTerminal(int(a.In.Fd())) {
+		return noTerminal()
+	}
 	err = a.inSession(ctx, place, req, sig, r, func(s *client.Session) error {
 		for _, u := range r.uploads {
 			if err := a.uploadArg(ctx, s, u, req.Workdir); err != nil {
@@ -131,7 +136,7 @@ func (a *app) drive(ctx context.Context, s *client.Session, cmd client.Command, 
 	cmd.OnDisconnect = client.Kill
 	if tty {
 		if !term.IsTerminal(int(a.In.Fd())) {
-			return kind.Errorf(kind.Invalid, "standard input is not a terminal").WithField("--tty").WithHint("leave -t out")
+			return noTerminal()
 		}
 		size, ok := a.terminalSize()
 		if !ok {
@@ -149,20 +154,22 @@ func (a *app) drive(ctx context.Context, s *client.Session, cmd client.Command, 
 	}
 	p, err := s.Start(ctx, cmd)
 	if err != nil {
-		return err
+		return asTyped(err, cmd.Argv)
 	}
 	defer p.Close()
+	cooked := func() {} // makes the terminal what it was
+	defer func() { cooked() }()
 	var resize func(context.Context)
 	if tty {
 		old, err := term.MakeRaw(int(a.In.Fd()))
 		if err != nil {
 			return fmt.Errorf("terminal: %w", err)
 		}
-		defer func() {
+		cooked = sync.OnceFunc(func() {
 			if err := term.Restore(int(a.In.Fd()), old); err != nil {
 				a.note("the terminal could not be restored: %v; type: reset", err)
 			}
-		}()
+		})
 		resize = func(ctx context.Context) {
 			if size, ok := a.terminalSize(); ok {
 				// A size that is missed comes again with the next change.
@@ -177,6 +184,7 @@ func (a *app) drive(ctx context.Context, s *client.Session, cmd client.Command, 
 		go feed(p, a.In)
 	}
 	exit, err := p.Wait(a.Out, a.Err)
+	cooked()
 	if err != nil {
 		if errors.Is(err, syscall.EPIPE) && !errors.Is(err, client.ErrDetached) {
 			// Whoever read the output has seen enough.
@@ -201,6 +209,10 @@ func (a *app) drive(ctx context.Context, s *client.Session, cmd client.Command, 
 		a.note("the command was ended: %s", why)
 	}
 	return nil
+}
+
+func noTerminal() error {
+	return kind.Errorf(kind.Invalid, "standard input is not a terminal").WithField("--tty").WithHint("leave -t out")
 }
 
 // terminalSize reports false for a terminal that does not know.
@@ -241,7 +253,7 @@ func (a *app) execCommand() *cobra.Command {
 Standard input, output and error, signals and the exit code are the command's
 own. A command whose caller goes away is killed, unless it was started with
 --detach. Exit codes are those of bivy run.`,
-		Args:              cobra.MinimumNArgs(2),
+		Args:              want(true, "SESSION", "COMMAND"),
 		ValidArgsFunction: a.completeSession,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			a.failed = exitNotRun
@@ -251,7 +263,7 @@ own. A command whose caller goes away is killed, unless it was started with
 			}
 			if len(argv) == 0 {
 				a.parsed = false
-				return kind.Errorf(kind.Invalid, "no command was given")
+				return kind.Errorf(kind.Invalid, "COMMAND is missing")
 			}
 			var err error
 			c.Argv = argv
@@ -273,7 +285,7 @@ own. A command whose caller goes away is killed, unless it was started with
 	f.BoolVarP(&tty, "tty", "t", false, "give the command a terminal")
 	f.BoolVarP(&noStdin, "no-stdin", "n", false, "give the command no input")
 	f.BoolVarP(&detach, "detach", "d", false, "print the command's id once it has started, and leave it running")
-	f.StringArrayVar(&env, "env", nil, "environment variable KEY=VALUE, or KEY to pass one on; may be repeated")
+	f.StringArrayVarP(&env, "env", "e", nil, "environment variable KEY=VALUE, or KEY to pass one on; may be repeated")
 	f.StringVar(&c.User, "user", "", "user to run as")
 	f.StringVar(&c.Cwd, "workdir", "", "directory to start in")
 	f.StringVar(&timeout, "timeout", "", "kill the command after, e.g. 90s")
@@ -290,7 +302,7 @@ func (a *app) exec(ctx context.Context, id string, c client.Command, tty, noStdi
 	if detach {
 		info, err := s.StartDetached(ctx, c)
 		if err != nil {
-			return err
+			return asTyped(err, c.Argv)
 		}
 		if a.json() {
 			return a.printJSON(info)
@@ -323,6 +335,7 @@ func (a *app) shellCommand() *cobra.Command {
 		RunE: func(cmd *cobra.Command, args []string) error {
 			a.failed = exitNotRun
 			if !term.IsTerminal(int(a.In.Fd())) {
+				a.parsed = false
 				return kind.Errorf(kind.Invalid, "standard input is not a terminal").WithHint("use bivy exec or bivy run")
 			}
 			if len(args) == 0 {
@@ -346,6 +359,9 @@ func (a *app) uploadArg(ctx context.Context, s *client.Session, arg, workdir str
 	abs, err := filepath.Abs(src)
 	if err != nil {
 		return err
+	}
+	if _, err := os.Stat(abs); err != nil {
+		return kind.Errorf(kind.Invalid, "%w", err).WithField("--upload")
 	}
 	if dst == "" {
 		dst = path.Join(workdir, filepath.Base(abs))

@@ -12,6 +12,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"bivy/client"
+	"bivy/internal/kind"
 )
 
 func (a *app) createCommand() *cobra.Command {
@@ -50,18 +51,18 @@ func (a *app) lsCommand() *cobra.Command {
 	var all, quiet bool
 	var labels, states []string
 	cmd := &cobra.Command{
-		Use: "ls [flags]", Short: "List sessions", Args: cobra.NoArgs,
+		Use: "ls [flags]", Aliases: []string{"list", "ps"}, Short: "List sessions", Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			o := client.ListOptions{}
 			var err error
 			if o.Labels, err = parsePairs("--label", labels, nil); err != nil {
 				return err
 			}
-			for _, s := range states {
-				o.States = append(o.States, client.State(s))
+			if o.States, err = parseStates(states); err != nil {
+				return err
 			}
 			if len(states) == 0 && !all {
-				o.States = []client.State{client.Creating, client.Running, client.Pausing, client.Standby, client.Resuming, client.Quarantined, client.Ending}
+				o.States = slices.DeleteFunc(slices.Clone(allStates[:]), func(s client.State) bool { return s == client.Ended })
 			}
 			c, err := a.connect(cmd.Context(), anywhere)
 			if err != nil {
@@ -101,8 +102,28 @@ func (a *app) lsCommand() *cobra.Command {
 	f.BoolVarP(&all, "all", "a", false, "ended ones too")
 	f.BoolVarP(&quiet, "quiet", "q", false, "ids only")
 	f.StringArrayVar(&labels, "label", nil, "only those with label KEY=VALUE; may be repeated")
-	f.StringArrayVar(&states, "state", nil, "only those in a state; may be repeated")
+	f.StringArrayVar(&states, "state", nil, "only those in a state; several with commas, or repeated")
 	return cmd
+}
+
+// allStates are those of a session, in the order of its life.
+var allStates = [...]client.State{client.Creating, client.Running, client.Pausing, client.Standby, client.Resuming, client.Quarantined, client.Ending, client.Ended}
+
+func parseStates(texts []string) ([]client.State, error) {
+	var out []client.State
+	for _, text := range texts {
+		for s := range strings.SplitSeq(text, ",") {
+			if !slices.Contains(allStates[:], client.State(s)) {
+				var names []string
+				for _, known := range allStates {
+					names = append(names, string(known))
+				}
+				return nil, kind.Errorf(kind.Invalid, "%.100q is not a state", s).WithField("--state").WithHint("states: %s", strings.Join(names, ", "))
+			}
+			out = append(out, client.State(s))
+		}
+	}
+	return out, nil
 }
 
 func pairsText(m map[string]string) string {
@@ -115,7 +136,7 @@ func pairsText(m map[string]string) string {
 
 func (a *app) showCommand() *cobra.Command {
 	return &cobra.Command{
-		Use: "show SESSION", Short: "Show a session", Args: cobra.ExactArgs(1), ValidArgsFunction: a.completeSession,
+		Use: "show SESSION", Short: "Show a session", Args: want(false, "SESSION"), ValidArgsFunction: a.completeSession,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			c, err := a.connect(cmd.Context(), anywhere)
 			if err != nil {
@@ -212,10 +233,37 @@ func quoteArgv(argv []string) string {
 	return string(text)
 }
 
+func (a *app) timeoutCommand() *cobra.Command {
+	return &cobra.Command{
+		Use: "timeout SESSION DURATION", Short: "Make a session end by itself, DURATION from now", Args: want(false, "SESSION", "DURATION"),
+		Example: "  bivy timeout h2k… 10m", ValidArgsFunction: a.completeSession,
+		RunE: func(cmd *cobra.Command, args []string) error {
+			n, err := parseSeconds("DURATION", args[1])
+			if err != nil {
+				a.parsed = false
+				return err
+			}
+			c, err := a.connect(cmd.Context(), anywhere)
+			if err != nil {
+				return err
+			}
+			info, err := c.Session(args[0]).SetTimeout(cmd.Context(), time.Duration(n)*time.Second)
+			if err != nil {
+				return err
+			}
+			if a.json() {
+				return a.printJSON(info)
+			}
+			fmt.Fprintf(a.Out, "%s ends by itself at %s\n", info.ID, when(info.Deadline))
+			return nil
+		},
+	}
+}
+
 func (a *app) endCommand() *cobra.Command {
 	var all bool
 	cmd := &cobra.Command{
-		Use: "end SESSION…", Short: "End sessions; returns when nothing of them is left", ValidArgsFunction: a.completeSession,
+		Use: "end SESSION…", Aliases: []string{"rm", "stop"}, Short: "End sessions; returns when nothing of them is left", ValidArgsFunction: a.completeSession,
 		Args: func(_ *cobra.Command, args []string) error {
 			if (len(args) == 0) != all {
 				return errors.New("name sessions, or use --all")
@@ -243,7 +291,10 @@ func (a *app) endCommand() *cobra.Command {
 			for _, id := range args {
 				info, err := c.Session(id).End(cmd.Context())
 				if err != nil {
-					failed = append(failed, fmt.Errorf("session %s: %w", id, err))
+					if !strings.Contains(err.Error(), id) {
+						err = fmt.Errorf("session %s: %w", id, err)
+					}
+					failed = append(failed, err)
 					continue
 				}
 				ended = append(ended, info)

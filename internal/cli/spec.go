@@ -33,7 +33,7 @@ func (s *specFlags) register(cmd *cobra.Command) {
 	f.StringVar(&s.disk, "disk", "", "limit of the writable layer, e.g. 1G")
 	f.Int64Var(&s.pids, "pids", 0, "limit of threads on the host")
 	f.StringVar(&s.timeout, "timeout", "", "life of the session, e.g. 90s or 5m")
-	f.StringArrayVar(&s.env, "env", nil, "environment variable KEY=VALUE, or KEY to pass one on; may be repeated")
+	f.StringArrayVarP(&s.env, "env", "e", nil, "environment variable KEY=VALUE, or KEY to pass one on; may be repeated")
 	f.StringVar(&s.user, "user", "", "user that commands run as")
 	f.StringVar(&s.workdir, "workdir", "", "directory that commands start in")
 	f.StringVar(&s.hostname, "hostname", "", "host name inside")

@@ -16,7 +16,7 @@ import (
 )
 
 func (a *app) templateCommand() *cobra.Command {
-	cmd := &cobra.Command{Use: "template", Short: "Build, list and remove templates"}
+	cmd := group(&cobra.Command{Use: "template", Short: "Build, list and remove templates"})
 	cmd.AddCommand(a.templateLs(), a.templateShow(), a.templateBuild(), a.templateRm())
 	return cmd
 }
@@ -57,7 +57,7 @@ func short(digest string) string { return digest[:min(len(digest), len("sha256:"
 
 func (a *app) templateShow() *cobra.Command {
 	return &cobra.Command{
-		Use: "show NAME|DIGEST", Short: "Show a template", Args: cobra.ExactArgs(1),
+		Use: "show NAME|DIGEST", Short: "Show a template", Args: want(false, "NAME|DIGEST"),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			c, err := a.connect(cmd.Context(), anywhere)
 			if err != nil {
@@ -142,6 +142,10 @@ the file.`,
 			if len(packages) > 0 {
 				b.From.HostPackages = &client.HostPackages{Packages: packages}
 			}
+			if b.From == (client.TemplateSource{}) {
+				a.parsed = false
+				return kind.Errorf(kind.Invalid, "no source was named").WithHint("name a file with -f, or one source, e.g. --packages bash,jq")
+			}
 			c, err := a.connect(cmd.Context(), anywhere)
 			if err != nil {
 				return err
@@ -215,7 +219,7 @@ func readTemplateFile(file string, b *client.BuildTemplate) error {
 
 func (a *app) templateRm() *cobra.Command {
 	return &cobra.Command{
-		Use: "rm NAME|DIGEST", Short: "Remove a name, or with a digest the template", Args: cobra.ExactArgs(1),
+		Use: "rm NAME|DIGEST", Short: "Remove a name, or with a digest the template", Args: want(false, "NAME|DIGEST"),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			c, err := a.connect(cmd.Context(), anywhere)
 			if err != nil {

@@ -7,7 +7,12 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"slices"
+	"strings"
 	"syscall"
+	"time"
+
+	"bivy/internal/kind"
 )
 
 // Running is how the server of a run directory is found. It holds no secret:
@@ -16,9 +21,49 @@ type Running struct {
 	URL     string `json:"url"`
 	PID     int    `json:"pid"`
 	KeyFile string `json:"key_file,omitempty"`
+	DataDir string `json:"data_dir,omitempty"`
 }
 
-const runningFile = "server.json"
+const (
+	runningFile = "server.json"
+	lockFile    = "lock"
+)
+
+// LockPatience is how long a process waits for another that holds the run
+// directory: a server that starts is announced by then, and a short command
+// has ended.
+const (
+	LockPatience = 3 * time.Second
+	LockInterval = 20 * time.Millisecond // between looks; a lock tells nobody when it is free
+)
+
+// LockPath is the file of a run directory that the process using it has locked.
+func LockPath(runDir string) string { return filepath.Join(runDir, lockFile) }
+
+// Held reports whether a process uses a run directory, as far as the caller
+// may see it.
+func Held(runDir string) bool {
+	f, err := os.Open(LockPath(runDir))
+	if err != nil {
+		return false
+	}
+	defer f.Close() // which lets go of it
+	return errors.Is(syscall.Flock(int(f.Fd()), syscall.LOCK_SH|syscall.LOCK_NB), syscall.EWOULDBLOCK)
+}
+
+// HeldError says who uses a run directory.
+func HeldError(runDir string) error {
+	holder := "?"
+	if b, err := os.ReadFile(LockPath(runDir)); err == nil && len(b) < 32 && len(b) > 0 {
+		holder = strings.TrimSpace(string(b))
+	}
+	err := kind.Errorf(kind.Conflict, "another bivy (process %s) uses %s", holder, runDir)
+	// One that cannot be read is taken for a command.
+	if cmdline, _ := os.ReadFile(filepath.Join("/proc", holder, "cmdline")); slices.Contains(strings.Split(string(cmdline), "\x00"), "serve") {
+		return err.WithHint("it is a server: use that one, stop it, or choose other directories with data_dir and run_dir")
+	}
+	return err.WithHint("to run several at once start the server first: bivy serve")
+}
 
 // Announce writes where this process serves. The returned function takes it
 // back.

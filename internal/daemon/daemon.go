@@ -80,7 +80,7 @@ func New(ctx context.Context, o Options) (_ *Daemon, err error) {
 			return nil, kind.Errorf(kind.Unavailable, "%w", err).WithHint("run bivy as root, or choose other directories with data_dir and run_dir")
 		}
 	}
-	if err := lockDir(d); err != nil {
+	if err := lockDir(ctx, d); err != nil {
 		return nil, err
 	}
 	if d.store, err = sqlite.Open(ctx, d.data("store"), sqlite.Options{Log: d.log}); err != nil {
@@ -208,6 +208,7 @@ func (d *Daemon) openGVisor() (*templates, error) {
 	}
 	d.closers = append(d.closers, builder.Close)
 	t := newTemplates(d.images, builder, payload.Build, d.log)
+	t.agent, t.stamp = payload.SHA256[bundle.Guest], d.data("base-agent")
 	ctx, cancel := context.WithTimeout(context.Background(), sweepPatience)
 	defer cancel()
 	if err := t.snapshots.Recover(ctx); err != nil {

@@ -10,11 +10,12 @@ import (
 	"fmt"
 	"io"
 	"os"
-	"strings"
+	"time"
 
 	"golang.org/x/sys/unix"
 
 	"bivy/internal/auth"
+	"bivy/internal/config"
 	"bivy/internal/kind"
 	"bivy/internal/secret"
 	"bivy/internal/session"
@@ -42,20 +43,35 @@ func newLocalKey() secret.Value {
 // lockDir takes the run directory for this process. The store has a lock of
 // its own on the data directory; two daemons with different data and the same
 // run directory would take each other's sandboxes for orphans.
-func lockDir(d *Daemon) error {
-	path := d.run("lock")
+//
+// Another command, or a server that stops, is given time to let go of it.
+func lockDir(ctx context.Context, d *Daemon) error {
+	path := config.LockPath(d.cfg.RunDir)
 	f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE, 0o600)
 	if err != nil {
 		return kind.Errorf(kind.Unavailable, "%w", err).WithHint("run bivy as root, or choose other directories with data_dir and run_dir")
 	}
-	if err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
-		holder, _ := io.ReadAll(io.LimitReader(f, 32))
-		f.Close()
+	ctx, cancel := context.WithTimeout(ctx, config.LockPatience)
+	defer cancel()
+	tick := time.NewTicker(config.LockInterval)
+	defer tick.Stop()
+	for {
+		err = unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB)
 		if !errors.Is(err, unix.EWOULDBLOCK) {
-			return fmt.Errorf("lock %s: %w", path, err)
+			break
 		}
-		return kind.Errorf(kind.Conflict, "another bivy (process %s) uses %s", strings.TrimSpace(string(holder)), d.cfg.RunDir).
-			WithHint("use that one, stop it, or choose other directories with data_dir and run_dir")
+		// A server that serves goes on. One whose announcement cannot be read
+		// is waited for like any other process.
+		if _, serving, _ := config.Find(d.cfg.RunDir); serving || ctx.Err() != nil {
+			return errors.Join(config.HeldError(d.cfg.RunDir), f.Close())
+		}
+		select {
+		case <-tick.C:
+		case <-ctx.Done():
+		}
+	}
+	if err != nil {
+		return errors.Join(fmt.Errorf("lock %s: %w", path, err), f.Close())
 	}
 	d.closers = append(d.closers, f.Close)
 	err = f.Truncate(0)

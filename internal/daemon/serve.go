@@ -9,6 +9,8 @@ import (
 	"os"
 	"runtime/debug"
 
+	"golang.org/x/sys/unix"
+
 	"bivy/client"
 	"bivy/internal/api"
 	"bivy/internal/auth"
@@ -39,6 +41,9 @@ func Engine(v client.Version) cli.Engine {
 func serve(ctx context.Context, o Options, ready func(cli.Listening)) (err error) {
 	listener, url, err := listen(ctx, o.Config)
 	if err != nil {
+		if errors.Is(err, unix.EADDRINUSE) && config.Held(o.Config.RunDir) {
+			return config.HeldError(o.Config.RunDir) // it is that one which has the address
+		}
 		return err
 	}
 	defer listener.Close()

@@ -1,0 +1,89 @@
+package cli
+
+import (
+	"os"
+	"testing"
+
+	"golang.org/x/sys/unix"
+
+	"bivy/internal/config"
+	"bivy/internal/kind"
+)
+
+// TestFind waits for what uses the run directory to serve, or to let go.
+func TestFind(t *testing.T) {
+	for name, serves := range map[string]bool{"serves": true, "lets go": false} {
+		t.Run(name, func(t *testing.T) {
+			dir := t.TempDir()
+			lock, err := os.Create(config.LockPath(dir))
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer lock.Close()
+			if err := unix.Flock(int(lock.Fd()), unix.LOCK_EX); err != nil {
+				t.Fatal(err)
+			}
+			if !config.Held(dir) {
+				t.Fatal("nobody holds it")
+			}
+			found := make(chan error, 1)
+			var r config.Running
+			var alive bool
+			go func() {
+				var err error
+				r, alive, err = (&app{}).find(t.Context(), dir, true, 0)
+				found <- err
+			}()
+			if serves {
+				if _, err := config.Announce(dir, config.Running{URL: "http://127.0.0.1:1"}); err != nil {
+					t.Fatal(err)
+				}
+			} else if err := unix.Flock(int(lock.Fd()), unix.LOCK_UN); err != nil {
+				t.Fatal(err)
+			}
+			if err := <-found; err != nil || alive != serves || serves && r.URL != "http://127.0.0.1:1" {
+				t.Errorf("%+v, %t, %v", r, alive, err)
+			}
+		})
+	}
+}
+
+// TestHeld tells who is in the way.
+func TestHeld(t *testing.T) {
+	dir := t.TempDir()
+	if config.Held(dir) {
+		t.Error("a directory that nobody ever used is held")
+	}
+	if err := os.WriteFile(config.LockPath(dir), []byte("1\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	err := config.HeldError(dir)
+	if want := "another bivy (process 1) uses " + dir; err.Error() != want || !kind.Is(err, kind.Conflict) || kind.Hint(err) == "" {
+		t.Errorf("%v, hint %q", err, kind.Hint(err))
+	}
+}
+
+func TestServerURL(t *testing.T) {
+	for in, want := range map[string]string{"": "", "here:7171": "http://here:7171", "127.0.0.1:1": "http://127.0.0.1:1", "https://h": "https://h"} {
+		if got, err := serverURL(in); err != nil || got != want {
+			t.Errorf("%q: %q, %v", in, got, err)
+		}
+	}
+	for _, in := range []string{"ftp://h", "http://", "://", "a b"} {
+		if got, err := serverURL(in); !wrongFlag(err) {
+			t.Errorf("%q: %q, %v", in, got, err)
+		}
+	}
+	const served = "http://127.0.0.1:7171"
+	for asked, want := range map[string]bool{
+		served: true, served + "/": true, "http://localhost:7171": true, "http://localhost:7172": false,
+		"https://localhost:7171": false, "http://[::1]:7171": false, "http://elsewhere:7171": false,
+	} {
+		if got := sameServer(asked, served); got != want {
+			t.Errorf("%s: %t", asked, got)
+		}
+	}
+	if sameServer("http://localhost:7171", "http://192.0.2.1:7171") {
+		t.Error("localhost is taken for another machine")
+	}
+}
