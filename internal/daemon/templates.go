@@ -10,6 +10,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"strings"
 
 	"bivy/internal/bundle"
 	"bivy/internal/driver"
@@ -86,9 +87,11 @@ func (t *templates) Resolve(ctx context.Context, name string, progress func(done
 	if err != nil {
 		return lifecycle.Template{}, err
 	}
+	// The group that an image may name after the user is the account's own.
+	user, _, _ := strings.Cut(image.Config.User, ":")
 	return lifecycle.Template{
 		Digest: string(image.Digest), ImageDigest: string(image.ImageDigest), Image: image.Image, Snapshot: dir, SnapshotDiskMiB: snapshotResources.DiskMiB,
-		Env: image.Config.Env, User: image.Config.User, Workdir: image.Config.Workdir, Agent: []string{agentPath},
+		Env: image.Config.Env, User: user, Workdir: image.Config.Workdir, Agent: []string{agentPath},
 	}, nil
 }
 

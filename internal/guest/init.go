@@ -89,7 +89,11 @@ func (a *Agent) check(req wire.InitRequest) error {
 	if req.DefaultUser != "" || req.DefaultWorkdir != "" {
 		var err error
 		if u, err = a.realm.User(req.DefaultUser); err != nil {
-			return badField("defaultUser", "%v", err)
+			why := wire.Reason("")
+			if unknown := (*accounts.UnknownError)(nil); errors.As(err, &unknown) {
+				why = wire.ReasonUser
+			}
+			return &files.Refused{Status: http.StatusBadRequest, Why: why, Text: "defaultUser: " + err.Error()}
 		}
 	}
 	if _, err := a.realm.Path(u, req.DefaultWorkdir); err != nil {

@@ -328,6 +328,9 @@ func (n *Node) Bind(ctx context.Context, id session.SandboxID) error {
 		AccessToken: n.token(id), EnvVars: env, Timestamp: n.o.Now(), Hostname: init.Hostname,
 		DefaultUser: init.User, DefaultWorkdir: init.Workdir, LifecycleID: string(id),
 	})
+	if wire.ReasonOf(err) == wire.ReasonUser {
+		return kind.Errorf(kind.Invalid, "%.64q is no user of the template", init.User).WithField("user")
+	}
 	if err != nil {
 		return fmt.Errorf("sandbox %s: %w", id, err)
 	}

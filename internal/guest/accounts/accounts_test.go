@@ -124,6 +124,22 @@ func TestNoPasswd(t *testing.T) {
 	}
 }
 
+func TestDefaultUser(t *testing.T) {
+	r := NewRealm(open(t, "", ""), "", Settings{User: "user"})
+	if u, err := r.User(""); err != nil || u.Name != "root" {
+		t.Errorf("nobody chose: %+v, %v", u, err)
+	}
+	r.Update(Settings{User: "user"})
+	var unknown *UnknownError
+	if _, err := r.User(""); !errors.As(err, &unknown) {
+		t.Errorf("chosen, and not there: %v", err)
+	}
+	r = NewRealm(open(t, "user:x:1000:1000::/home/user:", ""), "", Settings{User: "user"})
+	if u, err := r.User(""); err != nil || u.Name != "user" {
+		t.Errorf("nobody chose, and there: %+v, %v", u, err)
+	}
+}
+
 func FuzzPasswd(f *testing.F) {
 	f.Add([]byte(passwd), []byte("wheel:x:10:root,user\n"))
 	f.Add([]byte("a:b:c:d:e:f:g\n:::::::\n::::::"), []byte(":::\n\x00:x:1:,,,"))

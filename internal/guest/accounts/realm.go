@@ -1,6 +1,7 @@
 package accounts
 
 import (
+	"errors"
 	"fmt"
 	"maps"
 	"path/filepath"
@@ -30,6 +31,7 @@ type Realm struct {
 
 	mu       sync.Mutex
 	settings Settings
+	named    bool // the host has chosen the default user
 }
 
 // NewRealm returns a realm over db. path is the agent's own PATH.
@@ -54,17 +56,26 @@ func (r *Realm) Update(s Settings) {
 	defer r.mu.Unlock()
 	r.settings.Env = maps.Clone(s.Env)
 	if s.User != "" {
-		r.settings.User = s.User
+		r.settings.User, r.named = s.User, true
 	}
 	if s.Workdir != "" {
 		r.settings.Workdir = s.Workdir
 	}
 }
 
-// User returns the account called name, or the default one for "".
+// User returns the account called name, or the default one for "". A default
+// that nobody chose and that the guest does not have is root.
 func (r *Realm) User(name string) (User, error) {
 	if name == "" {
-		name = r.Settings().User
+		r.mu.Lock()
+		named := r.named
+		name = r.settings.User
+		r.mu.Unlock()
+		u, err := r.db.Lookup(name)
+		if unknown := (*UnknownError)(nil); !named && errors.As(err, &unknown) {
+			return r.db.Lookup("root")
+		}
+		return u, err
 	}
 	if !utf8.ValidString(name) || len(name) > 256 {
 		return User{}, &UnknownError{Name: wire.Escape(name[:min(len(name), 256)])}
