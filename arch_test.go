@@ -46,7 +46,7 @@ internal/bundle/pack              : bundle
 internal/cgroup                   : kind
 internal/cli                      : audit client config kind session
 internal/config                   : kind
-internal/daemon                   : api audit auth bench bundle cli client config doctor driver driver/fake driver/gvisor guest/guestclient guest/wire kind lifecycle node secret session snapshot store/sqlite template
+internal/daemon                   : api audit auth bench bundle cli client config doctor driver driver/fake driver/gvisor durable guest/guestclient guest/wire kind lifecycle node secret session snapshot store/sqlite template
 internal/doctor                   : bundle cgroup client config kind template
 internal/doctor/missing           : doctor template
 internal/driver                   : session
@@ -77,7 +77,7 @@ internal/link                     :
 internal/node                     : driver guest/guestclient guest/wire hostclock kind lifecycle session
 internal/secret                   :
 internal/session                  : kind
-internal/snapshot                 : driver kind session
+internal/snapshot                 : driver durable kind session
 internal/store/sqlite             : audit auth hostclock kind session
 internal/store/storetest          : audit kind lifecycle session
 internal/template                 : kind template/debian template/image template/source template/tree

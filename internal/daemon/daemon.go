@@ -29,6 +29,7 @@ import (
 	"bivy/internal/driver"
 	"bivy/internal/driver/fake"
 	"bivy/internal/driver/gvisor"
+	"bivy/internal/durable"
 	"bivy/internal/kind"
 	"bivy/internal/lifecycle"
 	"bivy/internal/node"
@@ -136,11 +137,7 @@ func (d *Daemon) nodeID() (session.NodeID, error) {
 	b, err := os.ReadFile(path)
 	if errors.Is(err, fs.ErrNotExist) {
 		id := "node-" + string(session.NewID())[:8]
-		// Renamed into place: a half-written name would be another node's.
-		if err := os.WriteFile(path+".new", []byte(id+"\n"), 0o644); err != nil { //nolint:gosec // a name, not a secret
-			return "", err
-		}
-		return session.NodeID(id), os.Rename(path+".new", path)
+		return session.NodeID(id), durable.WriteFile(path, []byte(id+"\n"), 0o644)
 	}
 	if id := strings.TrimSpace(string(b)); err != nil || id != "" {
 		return session.NodeID(id), err

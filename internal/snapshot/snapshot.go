@@ -26,6 +26,7 @@ import (
 	"time"
 
 	"bivy/internal/driver"
+	"bivy/internal/durable"
 	"bivy/internal/kind"
 	"bivy/internal/session"
 )
@@ -191,16 +192,7 @@ func (m *Maker) make(ctx context.Context, req Request, dir, key string) (err err
 		return err
 	}
 	m.note(dir, man.Files)
-	return syncDir(req.Dir)
-}
-
-// syncDir makes a rename in dir durable.
-func syncDir(dir string) error {
-	f, err := os.Open(dir)
-	if err != nil {
-		return err
-	}
-	return errors.Join(f.Sync(), f.Close())
+	return durable.SyncDir(req.Dir)
 }
 
 // boot runs the image until its agent answers and saves it.
