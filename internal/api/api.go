@@ -237,7 +237,9 @@ func (h *Handler) run(w *response, req *http.Request, r route) {
 		if req.Method != r.method {
 			// The mux lets HEAD through to GET, which may be a stream.
 			w.Header().Set("Allow", r.method)
-			return kind.Errorf(kind.Invalid, "%s is not known here", req.Method).WithHint("use %s", r.method)
+			h.failStatus(w, http.StatusMethodNotAllowed, client.Error{Code: client.CodeInvalid,
+				Message: fmt.Sprintf("%s cannot be %s", req.URL.Path, req.Method), Hint: "allowed: " + r.method})
+			return nil
 		}
 		if err := c.authorise(); err != nil {
 			return err

@@ -31,7 +31,7 @@ func TestEdge(t *testing.T) {
 	}{
 		{"no such path", "GET", "/v2", "", "", nil, 404, "not_found", ""},
 		{"no such method", "PUT", "/v1/sessions", "", "", nil, 405, "invalid", ""},
-		{"HEAD is not GET", "HEAD", at + "/commands/x", "", "", nil, 400, "", ""},
+		{"HEAD is not GET", "HEAD", at + "/commands/x", "", "", nil, 405, "", ""},
 		{"unknown parameter", "GET", "/v1/sessions?sort=asc", "", "", nil, 400, "invalid", "sort"},
 		{"parameter twice", "GET", "/v1/sessions?limit=1&limit=2", "", "", nil, 400, "invalid", "limit"},
 		{"limit", "GET", "/v1/sessions?limit=0", "", "", nil, 400, "invalid", "limit"},

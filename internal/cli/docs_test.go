@@ -12,6 +12,7 @@ import (
 
 	"bivy/internal/config"
 	"bivy/internal/session"
+	"bivy/internal/template"
 )
 
 // TestDocumentation holds docs/cli.md against the commands: each has a
@@ -113,6 +114,34 @@ func TestSpecDocumentation(t *testing.T) {
 		for _, f := range reflect.VisibleFields(typ) {
 			if name := f.Tag.Get("yaml"); name != "resources" && !regexp.MustCompile("`(resources\\.)?"+name+"`").Match(text) {
 				t.Errorf("docs/spec.md does not tell of %s", name)
+			}
+		}
+	}
+}
+
+// TestTemplateDocumentation reads the template that docs/templates.md shows.
+func TestTemplateDocumentation(t *testing.T) {
+	text, err := os.ReadFile("../../docs/templates.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, block, _ := strings.Cut(string(text), "<<'END'\n")
+	block, _, _ = strings.Cut(block, "END\n")
+	spec, err := template.ParseSpec([]byte(block))
+	if err != nil {
+		t.Fatal(err)
+	}
+	v := reflect.ValueOf(spec)
+	for i := range v.NumField() {
+		if v.Field(i).IsZero() {
+			t.Errorf("the template in docs/templates.md does not show %s", v.Type().Field(i).Name)
+		}
+	}
+	for _, typ := range []reflect.Type{reflect.TypeFor[template.Spec](), reflect.TypeFor[template.From](), reflect.TypeFor[template.HostPackages](),
+		reflect.TypeFor[template.Image](), reflect.TypeFor[template.Credentials](), reflect.TypeFor[template.Tarball](), reflect.TypeFor[template.Layout]()} {
+		for _, f := range reflect.VisibleFields(typ) {
+			if name, _, _ := strings.Cut(f.Tag.Get("yaml"), ","); !strings.Contains(string(text), "`"+name+"`") {
+				t.Errorf("docs/templates.md does not tell of %s", name)
 			}
 		}
 	}

@@ -305,7 +305,11 @@ func (s *Store) Get(nameOrDigest string) (Template, error) {
 }
 
 func (s *Store) getLocked(nameOrDigest string) (Template, error) {
-	if d, err := ParseDigest(nameOrDigest); err == nil {
+	if shortDigest.MatchString(nameOrDigest) {
+		d, err := s.completeLocked(nameOrDigest)
+		if err != nil {
+			return Template{}, err
+		}
 		return s.load(d)
 	}
 	ref, err := ParseRef(nameOrDigest)
@@ -321,6 +325,27 @@ func (s *Store) getLocked(nameOrDigest string) (Template, error) {
 		return Template{}, fmt.Errorf("template %s: %w", ref, err)
 	}
 	return s.load(d)
+}
+
+// completeLocked finds the digest that begins as given, which listings show.
+// A whole one is returned as it is.
+func (s *Store) completeLocked(begin string) (Digest, error) {
+	if d, err := ParseDigest(begin); err == nil {
+		return d, nil
+	}
+	all, err := s.digestsLocked()
+	if err != nil {
+		return "", err
+	}
+	all = slices.DeleteFunc(all, func(d Digest) bool { return !strings.HasPrefix(string(d), begin) })
+	switch len(all) {
+	case 0:
+		return "", kind.Errorf(kind.NotFound, "template %s does not exist", begin).
+			WithHint("bivy template ls shows those that do")
+	case 1:
+		return all[0], nil
+	}
+	return "", kind.Errorf(kind.Invalid, "%d templates begin with %s", len(all), begin).WithHint("give more of the digest")
 }
 
 // Verify reads a template's image and compares it with its digest.

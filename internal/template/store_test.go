@@ -339,6 +339,28 @@ func TestLeasesAndGC(t *testing.T) {
 	}
 }
 
+func TestShortDigest(t *testing.T) {
+	s := open(t, t.TempDir(), Options{Grace: -1})
+	a := build(t, s, rootfs(t, map[string]string{"a": "1"}))
+	build(t, s, rootfs(t, map[string]string{"a": "2"}))
+	short := string(a.Digest)[:len("sha256:")+12]
+	if got, err := s.Get(short); err != nil || got.Digest != a.Digest {
+		t.Errorf("%s, %v", got.Digest, err)
+	}
+	if _, err := s.Get("sha256:000000000000"); !kind.Is(err, kind.NotFound) {
+		t.Errorf("got %v", err)
+	}
+	if _, err := s.Get(short[:len(short)-1]); !kind.Is(err, kind.NotFound) {
+		t.Errorf("too short, so a name: got %v", err)
+	}
+	if err := s.Remove(short); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := s.Get(string(a.Digest)); !kind.Is(err, kind.NotFound) {
+		t.Errorf("got %v", err)
+	}
+}
+
 func TestRemove(t *testing.T) {
 	s := open(t, t.TempDir(), Options{Grace: -1})
 	spec := rootfs(t, map[string]string{"f": "x"})

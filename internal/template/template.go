@@ -16,6 +16,10 @@ type Digest string
 
 var digestForm = regexp.MustCompile(`^sha256:[0-9a-f]{64}$`)
 
+// shortDigest is a digest or enough of its beginning to name one. A name of
+// this form cannot be used.
+var shortDigest = regexp.MustCompile(`^sha256:[0-9a-f]{12,64}$`)
+
 // ParseDigest checks the form of a digest.
 func ParseDigest(s string) (Digest, error) {
 	if !digestForm.MatchString(s) {
@@ -87,6 +91,8 @@ func ParseRef(s string) (Ref, error) {
 		return Ref{}, bad("the tag is empty")
 	case !refTag.MatchString(tag):
 		return Ref{}, bad("the tag has a character or a length it may not have")
+	case shortDigest.MatchString(s):
+		return Ref{}, bad("it looks like the beginning of a digest")
 	case uuid.MatchString(tag) || hex64.MatchString(tag):
 		return Ref{}, bad("the tag looks like a build id or a digest")
 	}
