@@ -100,7 +100,17 @@ func (g *groups) close() error {
 	for _, d := range g.host.Controllers() {
 		errs = append(errs, prune(d))
 	}
-	return errors.Join(append(errs, g.host.Remove())...)
+	errs = append(errs, g.host.Remove())
+	// The engines beside bivy make theirs under every controller there is.
+	others, err := filepath.Glob("/sys/fs/cgroup/*/" + g.parent)
+	errs = append(errs, err)
+	for _, d := range others {
+		errs = append(errs, prune(d))
+		if err := unix.Rmdir(d); err != nil && !errors.Is(err, unix.ENOENT) {
+			errs = append(errs, err)
+		}
+	}
+	return errors.Join(errs...)
 }
 
 // prune removes the empty groups below a directory, deepest first.
