@@ -12,6 +12,7 @@ import (
 	"io/fs"
 	"net"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"strings"
 	"testing"
@@ -495,5 +496,39 @@ func TestFloodedWire(t *testing.T) {
 	}
 	if st, err := d.Stats(ctx, id); err != nil || st.OutboundRefused == 0 {
 		t.Errorf("stats after a flood: %+v, %v", st, err)
+	}
+}
+
+// TestBorrowedMarks: a process that only looks like a sentry is nobody's
+// sandbox, is not killed for one, and keeps none from being gone.
+func TestBorrowedMarks(t *testing.T) {
+	root := t.TempDir()
+	d := newDriver(t, root)
+	id := session.NewID().Sandbox(1)
+	pretender := exec.Command("/bin/sh", "-c", "echo up; read line", "--root="+filepath.Join(root, "gvisor", "state"), string(id))
+	pretender.Args[0] = "runsc-sandbox"
+	in, err := pretender.StdinPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	out, err := pretender.StdoutPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := pretender.Start(); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := io.ReadFull(out, make([]byte, 3)); err != nil {
+		t.Fatal(err)
+	}
+	if found, err := d.List(t.Context()); err != nil || len(found) > 0 {
+		t.Errorf("list = %v, %v", found, err)
+	}
+	if err := d.Destroy(t.Context(), id); err != nil {
+		t.Error(err)
+	}
+	in.Close()
+	if err := pretender.Wait(); err != nil && pretender.ProcessState.ExitCode() < 0 {
+		t.Errorf("the pretender was killed: %v", err)
 	}
 }
