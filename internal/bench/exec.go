@@ -61,7 +61,7 @@ func commands(ctx context.Context, b *bench) (_ []Figure, err error) {
 		func(counts bool) error { return floorBlock(ctx, session, floor, counts) },
 	}
 	for r := -warmUps; r < execBlocks; r++ {
-		for _, i := range rand.Perm(len(sides)) {
+		for _, i := range rand.Perm(len(sides)) { //nolint:gosec // an order of turns, not a secret
 			if err := sides[i](r >= 0); err != nil {
 				return nil, err
 			}

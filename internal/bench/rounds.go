@@ -39,7 +39,7 @@ func (b *bench) rounds(ctx context.Context, n int, all ...*contestant) error {
 		if r > 0 && r%10 == 0 {
 			b.say("round %d of %d", r, n)
 		}
-		for _, i := range rand.Perm(len(all)) {
+		for _, i := range rand.Perm(len(all)) { //nolint:gosec // an order of turns, not a secret
 			if err := all[i].turn(ctx, r >= 0); err != nil {
 				return fmt.Errorf("%s: %w", all[i].name, err)
 			}

@@ -57,7 +57,7 @@ func stream(ctx context.Context, b *bench) (_ []Figure, err error) {
 	}
 	speeds := make([]series, len(ways))
 	for r := -1; r < streamRounds; r++ {
-		for _, i := range rand.Perm(len(ways)) {
+		for _, i := range rand.Perm(len(ways)) { //nolint:gosec // an order of turns, not a secret
 			cpu, start := s.cpu()+self(), time.Now()
 			n, err := ways[i].do()
 			if err != nil || n != streamBytes {

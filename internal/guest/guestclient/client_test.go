@@ -172,7 +172,6 @@ func TestHostileAnswers(t *testing.T) {
 			t.Errorf("%s larger than their bound: %v", name, err)
 		}
 	}
-	c = hostile(t, endless)
 	c = hostile(t, func(w http.ResponseWriter, r *http.Request) {
 		w.WriteHeader(http.StatusTeapot)
 		endless(w, r)
