@@ -98,7 +98,7 @@ func (s *sandbox) do(ctx context.Context, op func() error) error {
 // which ends every wait for its answer.
 func (s *sandbox) orKill(ctx context.Context, part func() error) error {
 	done := make(chan error, 1)
-	go func() { done <- part() }() // waited for below
+	go func() { done <- part() }() // ends at the latest with the sentry, which is killed below
 	select {
 	case err := <-done:
 		return err

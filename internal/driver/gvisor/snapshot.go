@@ -51,7 +51,7 @@ func (s *sandbox) pause() error {
 		s.d.log.Error("a pause is not written down", "sandbox", s.id, "error", err)
 	}
 	if err := s.runsc.Pause(string(s.id)); err != nil {
-		return errors.Join(err, os.Remove(s.pausedMark()))
+		return errors.Join(err, os.RemoveAll(s.pausedMark())) // it may not have been written
 	}
 	s.paused = true
 	if err := os.WriteFile(s.pausedMark(), []byte(certainly), 0o600); err != nil {
@@ -98,8 +98,12 @@ func (d *Driver) Checkpoint(ctx context.Context, id session.SandboxID, dir strin
 const checkpointSlack = 64 << 20
 
 func (s *sandbox) checkpoint(dir string, leave bool) error {
-	if entries, err := os.ReadDir(dir); err != nil || len(entries) > 0 {
-		return kind.Errorf(kind.Invalid, "checkpoint directory %s must exist and be empty (%d entries): %w", dir, len(entries), err)
+	entries, err := os.ReadDir(dir)
+	if err != nil {
+		return kind.Errorf(kind.Invalid, "checkpoint directory: %w", err)
+	}
+	if len(entries) > 0 {
+		return kind.Errorf(kind.Invalid, "checkpoint directory %s is not empty: it has %d entries", dir, len(entries))
 	}
 	// gVisor may truncate a page file silently on a full disk.
 	if err := s.roomFor(dir); err != nil {
@@ -108,7 +112,7 @@ func (s *sandbox) checkpoint(dir string, leave bool) error {
 	if err := s.resume(); err != nil { // a paused kernel cannot quiesce
 		return err
 	}
-	err := s.runsc.Checkpoint(s.d.conf, string(s.id), dir, runsc.CheckpointOpts{Compression: statefile.CompressionLevelNone, Resume: leave})
+	err = s.runsc.Checkpoint(s.d.conf, string(s.id), dir, runsc.CheckpointOpts{Compression: statefile.CompressionLevelNone, Resume: leave})
 	if err == nil {
 		err = complete(dir)
 	}

@@ -30,8 +30,12 @@ func useUmounter() error {
 		return nil // vm.memfd_noexec forbids it
 	}
 	program := umounter()
-	if n, err := unix.Write(fd, program); err != nil || n != len(program) {
-		return fmt.Errorf("umount program: wrote %d of %d bytes: %w", n, len(program), err)
+	n, err := unix.Write(fd, program)
+	if err != nil {
+		return fmt.Errorf("umount program: %w", err)
+	}
+	if n != len(program) {
+		return fmt.Errorf("umount program: wrote %d of %d bytes", n, len(program))
 	}
 	const seals = unix.F_SEAL_WRITE | unix.F_SEAL_GROW | unix.F_SEAL_SHRINK | unix.F_SEAL_SEAL
 	if _, err := unix.FcntlInt(uintptr(fd), unix.F_ADD_SEALS, seals); err != nil {
