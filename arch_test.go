@@ -36,17 +36,18 @@ client                            :
 cmd/bivy                          : cli client daemon
 cmd/bivy-guest                    : guest
 cmd/bivy-sentry                   : driver/gvisor/sentry
-internal/api                      : audit auth client driver kind lifecycle secret session template
-internal/api/apitest              : api audit auth client driver kind lifecycle session template
+internal/access                   : audit kind session
+internal/api                      : access audit auth client driver kind lifecycle secret session template
+internal/api/apitest              : access api audit auth client driver kind lifecycle session template
 internal/audit                    : kind session
-internal/auth                     : durable kind secret session
+internal/auth                     : access durable kind secret session
 internal/bench                    : bundle cgroup client config kind
 internal/bundle                   : kind
 internal/bundle/pack              : bundle
 internal/cgroup                   : kind
 internal/cli                      : audit client config kind session
 internal/config                   : kind
-internal/daemon                   : api audit auth bench bundle cli client config doctor driver driver/fake driver/gvisor durable guest/guestclient guest/wire kind lifecycle node secret session snapshot store/sqlite template
+internal/daemon                   : access api audit auth bench bundle cli client config doctor driver driver/fake driver/gvisor durable guest/guestclient guest/wire kind lifecycle node secret session snapshot store/sqlite template
 internal/doctor                   : bundle cgroup client config kind template
 internal/doctor/missing           : doctor template
 internal/driver                   : session
@@ -75,6 +76,7 @@ internal/leakcheck                :
 internal/lifecycle                : audit driver guest/guestclient guest/wire hostclock kind session
 internal/link                     :
 internal/node                     : driver guest/guestclient guest/wire hostclock kind lifecycle session
+internal/sandbox                  : driver session
 internal/secret                   :
 internal/session                  : kind
 internal/snapshot                 : driver durable kind session
@@ -86,6 +88,7 @@ internal/template/image           : template/tree
 internal/template/source          : kind template/tree
 internal/template/tree            : kind
 internal/testbed                  : template
+internal/trace                    :
 `
 
 // fences hold whatever edges says, over everything a package reaches.

@@ -7,6 +7,7 @@
 package api
 
 import (
+	"bivy/internal/access"
 	"context"
 	"crypto/rand"
 	"crypto/tls"
@@ -22,7 +23,6 @@ import (
 	"time"
 
 	"bivy/client"
-	"bivy/internal/auth"
 	"bivy/internal/kind"
 	"bivy/internal/session"
 )
@@ -266,7 +266,7 @@ type call struct {
 	req    *http.Request
 	ctl    *http.ResponseController
 	route  route
-	caller auth.Caller
+	caller access.Caller
 	sess   session.Session // of routes below a session
 }
 
@@ -289,7 +289,13 @@ func (c *call) authorise() error {
 		return err
 	}
 	c.caller = caller
-	return caller.Allow(c.route.need)
+	return c.decide(access.Resource{})
+}
+
+// decide asks whether the caller may do what the route is for.
+func (c *call) decide(r access.Resource) error {
+	_, err := access.Roles{}.Decide(c.ctx(), access.Request{Caller: c.caller, Action: c.route.need, Resource: r})
+	return err
 }
 
 func (c *call) checkQuery() error {
@@ -346,5 +352,5 @@ func (c *call) loadSession() error {
 		return err
 	}
 	c.sess = s
-	return c.caller.AllowSession(c.route.need, id, s.Owner)
+	return c.decide(access.Of(s))
 }

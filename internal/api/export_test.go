@@ -1,7 +1,9 @@
 package api
 
 import (
-	"bivy/internal/auth"
+	"context"
+
+	"bivy/internal/access"
 	"bivy/internal/session"
 )
 
@@ -15,11 +17,12 @@ type Route struct {
 func Routes() []Route {
 	var out []Route
 	for _, r := range (&Handler{}).table() {
-		may := func(role auth.Role) bool {
-			c := auth.Caller{Principal: session.Principal{Subject: "x"}, Role: role}
-			return r.public != "" || c.Allow(r.need) == nil
+		may := func(role access.Role) bool {
+			c := access.Caller{Principal: session.Principal{Subject: "x"}, Role: role}
+			_, err := access.Roles{}.Decide(context.Background(), access.Request{Caller: c, Action: r.need})
+			return r.public != "" || err == nil
 		}
-		out = append(out, Route{r.method, r.pattern, r.public != "", may(auth.Developer), may(auth.Auditor)})
+		out = append(out, Route{r.method, r.pattern, r.public != "", may(access.Developer), may(access.Auditor)})
 	}
 	return out
 }

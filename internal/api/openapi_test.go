@@ -1,6 +1,7 @@
 package api
 
 import (
+	"bivy/internal/access"
 	"encoding/json"
 	"fmt"
 	"maps"
@@ -13,7 +14,6 @@ import (
 	"go.yaml.in/yaml/v3"
 
 	"bivy/client"
-	"bivy/internal/auth"
 )
 
 // document is the part of OpenAPI that is held against the code.
@@ -248,7 +248,7 @@ func TestEveryRouteIsAuthorised(t *testing.T) {
 		switch {
 		case (r.need == "") == (r.public == ""):
 			t.Errorf("%s needs %q and is public because %q; want one of the two", name, r.need, r.public)
-		case r.need != "" && !slices.Contains(auth.Permissions(), r.need):
+		case r.need != "" && !slices.Contains(access.Actions(), r.need):
 			t.Errorf("%s needs %q, which is no permission", name, r.need)
 		case r.public != "" && strings.Contains(r.pattern, "{"):
 			t.Errorf("%s is public and about something in particular", name)

@@ -1,6 +1,7 @@
 package api
 
 import (
+	"bivy/internal/access"
 	"context"
 	"io"
 
@@ -73,8 +74,8 @@ type Templates interface {
 
 // Keys keeps API keys. auth.Keyring is one.
 type Keys interface {
-	Authenticate(ctx context.Context, token string) (auth.Caller, error)
-	Create(ctx context.Context, by session.Principal, role auth.Role, label string) (secret.Value, auth.Key, error)
+	Authenticate(ctx context.Context, token string) (access.Caller, error)
+	Create(ctx context.Context, by session.Principal, role access.Role, label string) (secret.Value, auth.Key, error)
 	List(ctx context.Context) ([]auth.Key, error)
 	Revoke(ctx context.Context, id string) error
 }

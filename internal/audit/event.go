@@ -62,6 +62,23 @@ const (
 	Pending Outcome = "pending" // an intent: its outcome is a later event
 )
 
+// Verdict is what a set of rules answered to a request.
+type Verdict string
+
+// Verdicts.
+const (
+	Allow Verdict = "allow"
+	Deny  Verdict = "deny"
+	Held  Verdict = "held" // until a person decides
+)
+
+// Decision is which rules allowed, denied or held an action. The zero value
+// says that nothing decided.
+type Decision struct {
+	Verdict Verdict `json:"verdict"`
+	Policy  string  `json:"policy"` // digest of the rules, "sha256:…"
+}
+
 // Entry is what a caller wants recorded; the store makes an Event of it.
 type Entry struct {
 	Action  Action

@@ -12,8 +12,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/google/go-cmp/cmp"
-
+	"bivy/internal/access"
 	"bivy/internal/kind"
 	"bivy/internal/session"
 )
@@ -72,21 +71,21 @@ var root = session.Principal{Subject: "local:root"}
 func TestKeys(t *testing.T) {
 	m := &memory{}
 	r := ring(t, m)
-	token, k, err := r.Create(t.Context(), root, Developer, "ada's laptop")
+	token, k, err := r.Create(t.Context(), root, access.Developer, "ada's laptop")
 	if err != nil {
 		t.Fatal(err)
 	}
 	if !regexp.MustCompile(`^e2b_[0-9a-f]{40}$`).MatchString(token.Reveal()) {
 		t.Errorf("token %q has not the shape that clients expect", token.Reveal())
 	}
-	if len(k.ID) != 8 || k.CreatedBy != root.Subject || k.Role != Developer || k.Label != "ada's laptop" || k.CreatedAt.IsZero() {
+	if len(k.ID) != 8 || k.CreatedBy != root.Subject || k.Role != access.Developer || k.Label != "ada's laptop" || k.CreatedAt.IsZero() {
 		t.Errorf("key %+v", k)
 	}
 	c, err := r.Authenticate(t.Context(), token.Reveal())
-	if want := (Caller{Principal: session.Principal{Subject: "key:" + k.ID}, Role: Developer}); err != nil || c != want {
+	if want := (access.Caller{Principal: session.Principal{Subject: "key:" + k.ID}, Role: access.Developer}); err != nil || c != want {
 		t.Errorf("got %+v, %v; want %+v", c, err, want)
 	}
-	if _, _, err := r.Create(t.Context(), root, Admin, "keeps the last one company"); err != nil {
+	if _, _, err := r.Create(t.Context(), root, access.Admin, "keeps the last one company"); err != nil {
 		t.Fatal(err)
 	}
 	for range 2 {
@@ -109,7 +108,7 @@ func TestKeys(t *testing.T) {
 
 func TestAuthenticateRefuses(t *testing.T) {
 	r := ring(t, &memory{})
-	good, _, err := r.Create(t.Context(), root, Admin, "")
+	good, _, err := r.Create(t.Context(), root, access.Admin, "")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -119,7 +118,7 @@ func TestAuthenticateRefuses(t *testing.T) {
 		"sk_" + token[4:], "e2b_" + strings.Repeat("0", 40), "e2b_" + strings.Repeat("g", 40), token[:20] + "\x00" + token[21:],
 	} {
 		c, err := r.Authenticate(t.Context(), bad)
-		if !kind.Is(err, kind.Unauthentic) || kind.Hint(err) == "" || c != (Caller{}) {
+		if !kind.Is(err, kind.Unauthentic) || kind.Hint(err) == "" || c != (access.Caller{}) {
 			t.Errorf("%q: %+v, %v", bad, c, err)
 		}
 		if err != nil && len(bad) > 20 && strings.Contains(err.Error(), bad[4:20]) {
@@ -132,19 +131,19 @@ func TestCreateRefuses(t *testing.T) {
 	m := &memory{}
 	r := ring(t, m)
 	for _, c := range []struct {
-		role  Role
+		role  access.Role
 		label string
 		field string
 	}{
 		{"", "", "role"}, {"root", "", "role"}, {"Admin", "", "role"},
-		{Admin, strings.Repeat("x", MaxLabel+1), "label"}, {Admin, "a\nb", "label"}, {Admin, "\xff", "label"}, {Admin, "\x1b[0m", "label"},
+		{access.Admin, strings.Repeat("x", MaxLabel+1), "label"}, {access.Admin, "a\nb", "label"}, {access.Admin, "\xff", "label"}, {access.Admin, "\x1b[0m", "label"},
 	} {
 		if _, _, err := r.Create(t.Context(), root, c.role, c.label); !kind.Is(err, kind.Invalid) || kind.Field(err) != c.field {
 			t.Errorf("%q %q: %v", c.role, c.label, err)
 		}
 	}
 	m.fail = kind.Errorf(kind.Exhausted, "disk full")
-	if token, _, err := r.Create(t.Context(), root, Admin, ""); !kind.Is(err, kind.Exhausted) || !token.IsEmpty() {
+	if token, _, err := r.Create(t.Context(), root, access.Admin, ""); !kind.Is(err, kind.Exhausted) || !token.IsEmpty() {
 		t.Errorf("a store that fails: %v", err)
 	}
 	if len(m.keys) != 0 {
@@ -154,11 +153,11 @@ func TestCreateRefuses(t *testing.T) {
 
 func TestLastAdminKeyStays(t *testing.T) {
 	r := ring(t, &memory{})
-	_, first, err := r.Create(t.Context(), root, Admin, "first")
+	_, first, err := r.Create(t.Context(), root, access.Admin, "first")
 	if err != nil {
 		t.Fatal(err)
 	}
-	_, developer, err := r.Create(t.Context(), root, Developer, "")
+	_, developer, err := r.Create(t.Context(), root, access.Developer, "")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -168,7 +167,7 @@ func TestLastAdminKeyStays(t *testing.T) {
 	if err := r.Revoke(t.Context(), developer.ID); err != nil {
 		t.Error(err)
 	}
-	_, second, err := r.Create(t.Context(), root, Admin, "second")
+	_, second, err := r.Create(t.Context(), root, access.Admin, "second")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -207,7 +206,7 @@ func TestEnsureAdmin(t *testing.T) {
 		t.Fatal(err)
 	}
 	c, err := r.Authenticate(t.Context(), strings.TrimSuffix(string(data), "\n"))
-	if err != nil || c.Role != Admin {
+	if err != nil || c.Role != access.Admin {
 		t.Errorf("got %+v, %v", c, err)
 	}
 	if got, err := r.EnsureAdmin(t.Context(), dir); got != "" || err != nil {
@@ -227,7 +226,7 @@ func TestEnsureAdmin(t *testing.T) {
 func TestConcurrentUse(t *testing.T) {
 	m := &memory{}
 	r := ring(t, m)
-	keep, _, err := r.Create(t.Context(), root, Admin, "")
+	keep, _, err := r.Create(t.Context(), root, access.Admin, "")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -235,7 +234,7 @@ func TestConcurrentUse(t *testing.T) {
 	for range 8 {
 		wg.Go(func() {
 			for range 50 {
-				token, k, err := r.Create(context.Background(), root, Developer, "")
+				token, k, err := r.Create(context.Background(), root, access.Developer, "")
 				if err != nil {
 					t.Error(err)
 					return
@@ -258,84 +257,6 @@ func TestConcurrentUse(t *testing.T) {
 	wg.Wait()
 }
 
-// TestTable holds the whole table of permissions: a change of it is a change
-// of this test.
-func TestTable(t *testing.T) {
-	type row struct{ admin, developer, auditor string }
-	want := map[Permission]row{
-		SessionCreate: {"all", "all", "-"},
-		SessionRead:   {"all", "own", "all"},
-		SessionExtend: {"all", "own", "-"},
-		SessionEnd:    {"all", "own", "-"},
-		CommandRun:    {"all", "own", "-"},
-		CommandRead:   {"all", "own", "all"},
-		FileRead:      {"all", "own", "-"},
-		FileWrite:     {"all", "own", "-"},
-		AuditRead:     {"all", "own", "all"},
-		TemplateRead:  {"all", "all", "all"},
-		TemplateWrite: {"all", "-", "-"},
-		KeyManage:     {"all", "-", "-"},
-		NodeRead:      {"all", "-", "all"},
-	}
-	id := session.NewID()
-	name := func(role Role, p Permission) string {
-		c := Caller{Principal: session.Principal{Subject: "key:me"}, Role: role}
-		mine := c.AllowSession(p, id, c.Principal)
-		theirs := c.AllowSession(p, id, session.Principal{Subject: "key:other"})
-		scope, scopeErr := c.Scope(p)
-		switch {
-		case mine == nil && theirs == nil:
-			if scope != "" || scopeErr != nil || c.Allow(p) != nil {
-				t.Errorf("%s %s: scope %q %v", role, p, scope, scopeErr)
-			}
-			return "all"
-		case mine == nil:
-			if scope != "key:me" || scopeErr != nil || c.Allow(p) != nil {
-				t.Errorf("%s %s: scope %q %v", role, p, scope, scopeErr)
-			}
-			if !kind.Is(theirs, kind.NotFound) {
-				t.Errorf("%s %s on somebody else's session: %v, want as if it were not there", role, p, theirs)
-			}
-			return "own"
-		}
-		if !kind.Is(mine, kind.Denied) || !kind.Is(theirs, kind.Denied) || !kind.Is(scopeErr, kind.Denied) || !kind.Is(c.Allow(p), kind.Denied) {
-			t.Errorf("%s %s: %v, %v, %v", role, p, mine, theirs, scopeErr)
-		}
-		return "-"
-	}
-	got := map[Permission]row{}
-	for _, p := range Permissions() {
-		got[p] = row{name(Admin, p), name(Developer, p), name(Auditor, p)}
-	}
-	if d := cmp.Diff(want, got, cmp.AllowUnexported(row{})); d != "" {
-		t.Errorf("table (-want +got):\n%s", d)
-	}
-}
-
-func TestNobodyMayDoAnything(t *testing.T) {
-	id := session.NewID()
-	for _, c := range []Caller{
-		{}, {Role: Admin}, {Principal: session.Principal{Subject: "key:x"}}, {Principal: session.Principal{Subject: "key:x"}, Role: "root"},
-	} {
-		for _, p := range Permissions() {
-			if c.Allow(p) == nil || c.AllowSession(p, id, session.Principal{}) == nil {
-				t.Errorf("%+v may %s", c, p)
-			}
-		}
-	}
-	for _, role := range Roles() {
-		c := Caller{Principal: session.Principal{Subject: "key:x"}, Role: role}
-		for _, p := range []Permission{"", "session", "session.*", "SESSION.READ", "new.permission"} {
-			if c.Allow(p) == nil {
-				t.Errorf("%s may %q", role, p)
-			}
-		}
-		if got, err := ParseRole(string(role)); got != role || err != nil {
-			t.Errorf("ParseRole(%s): %v, %v", role, got, err)
-		}
-	}
-}
-
 func BenchmarkAuthenticate(b *testing.B) {
 	m := &memory{}
 	r, err := Open(b.Context(), m, nil)
@@ -344,7 +265,7 @@ func BenchmarkAuthenticate(b *testing.B) {
 	}
 	var token string
 	for range 1000 {
-		v, _, err := r.Create(b.Context(), root, Developer, "")
+		v, _, err := r.Create(b.Context(), root, access.Developer, "")
 		if err != nil {
 			b.Fatal(err)
 		}

@@ -1,3 +1,5 @@
+// Package auth says who is calling: it keeps API keys and authenticates those
+// who send one. What a caller may do is decided in package access.
 package auth
 
 import (
@@ -14,6 +16,7 @@ import (
 	"time"
 	"unicode/utf8"
 
+	"bivy/internal/access"
 	"bivy/internal/durable"
 	"bivy/internal/kind"
 	"bivy/internal/secret"
@@ -36,7 +39,7 @@ const AdminKeyFile = "admin.key"
 type Key struct {
 	ID        string   // first 8 hex digits of Hash; names the key everywhere
 	Hash      [32]byte // SHA-256 of the token
-	Role      Role
+	Role      access.Role
 	Label     string // what its owner calls it
 	CreatedAt time.Time
 	CreatedBy string    // subject of whoever created it
@@ -97,9 +100,9 @@ func (r *Keyring) reloadLocked(ctx context.Context) error {
 
 // Authenticate returns whose key token is; Unauthentic when it is nobody's or
 // was revoked. A revoked key stops working when Revoke returns.
-func (r *Keyring) Authenticate(_ context.Context, token string) (Caller, error) {
-	unknown := func(format string, args ...any) (Caller, error) {
-		return Caller{}, kind.Errorf(kind.Unauthentic, format, args...).
+func (r *Keyring) Authenticate(_ context.Context, token string) (access.Caller, error) {
+	unknown := func(format string, args ...any) (access.Caller, error) {
+		return access.Caller{}, kind.Errorf(kind.Unauthentic, format, args...).
 			WithHint("send the API key in X-API-Key or as Authorization: Bearer; the first one is in the %s file of the data directory", AdminKeyFile)
 	}
 	if token == "" {
@@ -118,12 +121,12 @@ func (r *Keyring) Authenticate(_ context.Context, token string) (Caller, error) 
 	if !k.RevokedAt.IsZero() {
 		return unknown("the API key %s was revoked at %s", k.ID, k.RevokedAt.UTC().Format(time.RFC3339))
 	}
-	return Caller{Principal: session.Principal{Subject: k.Subject()}, Role: k.Role}, nil
+	return access.Caller{Principal: session.Principal{Subject: k.Subject()}, Role: k.Role}, nil
 }
 
 // Create makes a key. The token is returned this once and stored nowhere.
-func (r *Keyring) Create(ctx context.Context, by session.Principal, role Role, label string) (secret.Value, Key, error) {
-	if _, err := ParseRole(string(role)); err != nil {
+func (r *Keyring) Create(ctx context.Context, by session.Principal, role access.Role, label string) (secret.Value, Key, error) {
+	if _, err := access.ParseRole(string(role)); err != nil {
 		return secret.Value{}, Key{}, err
 	}
 	if len(label) > MaxLabel || !utf8.ValidString(label) || strings.ContainsFunc(label, func(c rune) bool { return c < ' ' || c == 0x7f }) {
@@ -146,7 +149,7 @@ func (r *Keyring) Create(ctx context.Context, by session.Principal, role Role, l
 	}
 }
 
-func (r *Keyring) putLocked(ctx context.Context, token secret.Value, by string, role Role, label string) (Key, error) {
+func (r *Keyring) putLocked(ctx context.Context, token secret.Value, by string, role access.Role, label string) (Key, error) {
 	hash := sha256.Sum256([]byte(token.Reveal()))
 	k := Key{
 		ID:        hex.EncodeToString(hash[:4]),
@@ -174,7 +177,7 @@ func (r *Keyring) Revoke(ctx context.Context, id string) error {
 	var last *Key
 	others := 0
 	for _, k := range *r.byHash.Load() {
-		good := k.Role == Admin && k.RevokedAt.IsZero()
+		good := k.Role == access.Admin && k.RevokedAt.IsZero()
 		switch {
 		case k.ID == id && good:
 			last = &k
@@ -209,7 +212,7 @@ func (r *Keyring) EnsureAdmin(ctx context.Context, dir string) (string, error) {
 	if err := durable.WriteFile(path, []byte(token.Reveal()+"\n"), 0o600); err != nil {
 		return "", fmt.Errorf("first admin key: %w", err)
 	}
-	if _, err := r.putLocked(ctx, token, "local:first-run", Admin, "first admin key"); err != nil {
+	if _, err := r.putLocked(ctx, token, "local:first-run", access.Admin, "first admin key"); err != nil {
 		return "", err
 	}
 	return path, nil

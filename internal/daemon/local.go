@@ -1,6 +1,7 @@
 package daemon
 
 import (
+	"bivy/internal/access"
 	"bytes"
 	"context"
 	"crypto/rand"
@@ -27,9 +28,9 @@ type localKeys struct {
 	local secret.Value
 }
 
-func (k localKeys) Authenticate(ctx context.Context, token string) (auth.Caller, error) {
+func (k localKeys) Authenticate(ctx context.Context, token string) (access.Caller, error) {
 	if k.local.Equal(secret.New(token)) {
-		return auth.Caller{Principal: session.Principal{Subject: fmt.Sprintf("local:%d", os.Getuid())}, Role: auth.Admin}, nil
+		return access.Caller{Principal: session.Principal{Subject: fmt.Sprintf("local:%d", os.Getuid())}, Role: access.Admin}, nil
 	}
 	return k.Keyring.Authenticate(ctx, token)
 }

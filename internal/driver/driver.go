@@ -86,6 +86,30 @@ type StartRequest struct {
 	Limits   Limits
 }
 
+// Owner says whose a sandbox is.
+type Owner struct {
+	Kind OwnerKind `json:"kind"`
+	ID   string    `json:"id"` // of the session, pool or template
+}
+
+// OwnerKind is what a sandbox can belong to.
+type OwnerKind string
+
+// The kinds of owner.
+const (
+	OwnedBySession  OwnerKind = "session"
+	OwnedByPool     OwnerKind = "pool"     // warm, nobody's session yet
+	OwnedByTemplate OwnerKind = "template" // booted to take a snapshot
+)
+
+// Shape is what a guest sees of its machine. It is part of a snapshot: a
+// sandbox that is restored has the shape of the one that was saved.
+type Shape struct {
+	CPUs        int   `json:"cpus"`         // processors
+	MemoryBytes int64 `json:"memory_bytes"` // total memory
+	DiskBytes   int64 `json:"disk_bytes"`   // of the writable layer
+}
+
 // Limits are enforced from outside the guest. Zero means no limit.
 type Limits struct {
 	CPUMillis   int64 // thousandths of a core

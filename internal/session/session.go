@@ -83,6 +83,7 @@ type Session struct {
 	Owner      Principal
 	Node       NodeID
 	Generation uint32 // of the current or last sandbox; 0 before the first
+	Boot       string // boot id of the machine when that sandbox was started there
 	Template   string // digest of the image the sandbox runs, once resolved
 	CreatedAt  time.Time
 	StartedAt  time.Time // zero until running
@@ -93,6 +94,18 @@ type Session struct {
 
 // SandboxID returns the id of the current or last incarnation.
 func (s Session) SandboxID() SandboxID { return s.ID.Sandbox(s.Generation) }
+
+// Fence is what a writer believes of the session it writes for: which node has
+// it and which of its sandboxes is the current one. A store refuses the write
+// of whoever is wrong about either, so that a node that has lost a session
+// cannot write on.
+type Fence struct {
+	Node       NodeID
+	Generation uint32
+}
+
+// Fence returns the fence of whoever has read s.
+func (s Session) Fence() Fence { return Fence{Node: s.Node, Generation: s.Generation} }
 
 // Principal is who is behind a call or a session.
 type Principal struct {

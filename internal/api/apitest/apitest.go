@@ -5,6 +5,7 @@
 package apitest
 
 import (
+	"bivy/internal/access"
 	"context"
 	"crypto/rand"
 	"crypto/sha256"
@@ -68,7 +69,7 @@ func New(root string) *Backend {
 		root: root, signer: audit.GenerateSigner(), node: "test",
 		sessions: map[session.ID]*state{}, creates: map[session.IdempotencyKey]session.ID{},
 	}
-	for token, role := range map[string]auth.Role{AdminSecret: auth.Admin, DeveloperSecret: auth.Developer, AuditorSecret: auth.Auditor} {
+	for token, role := range map[string]access.Role{AdminSecret: access.Admin, DeveloperSecret: access.Developer, AuditorSecret: access.Auditor} {
 		b.keys.keys = append(b.keys.keys, auth.Key{ID: string(role), Hash: sha256.Sum256([]byte(token)), Role: role, Label: string(role),
 			CreatedAt: time.Now().UTC(), CreatedBy: "test"})
 	}

@@ -1,6 +1,7 @@
 package sqlite
 
 import (
+	"bivy/internal/access"
 	"bytes"
 	"context"
 	"crypto/sha256"
@@ -53,7 +54,7 @@ func TestWriteRelease(t *testing.T) {
 		t.Fatal(err)
 	}
 	hash := sha256.Sum256([]byte(releaseToken))
-	k := auth.Key{ID: hex.EncodeToString(hash[:4]), Hash: hash, Role: auth.Admin, Label: "fixture", CreatedAt: time.Now(), CreatedBy: "test"}
+	k := auth.Key{ID: hex.EncodeToString(hash[:4]), Hash: hash, Role: access.Admin, Label: "fixture", CreatedAt: time.Now(), CreatedBy: "test"}
 	if err := s.PutKey(t.Context(), k); err != nil {
 		t.Fatal(err)
 	}
@@ -138,7 +139,7 @@ func openRelease(t *testing.T, s *Store, keys []audit.PublicKey) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if c, err := ring.Authenticate(t.Context(), releaseToken); err != nil || c.Role != auth.Admin {
+	if c, err := ring.Authenticate(t.Context(), releaseToken); err != nil || c.Role != access.Admin {
 		t.Errorf("key: %+v, %v", c, err)
 	}
 }

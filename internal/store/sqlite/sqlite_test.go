@@ -1,6 +1,7 @@
 package sqlite
 
 import (
+	"bivy/internal/access"
 	"bytes"
 	"context"
 	"database/sql"
@@ -583,7 +584,7 @@ func TestKeys(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	token, k, err := ring.Create(t.Context(), session.Principal{Subject: "local:root"}, auth.Developer, "ci")
+	token, k, err := ring.Create(t.Context(), session.Principal{Subject: "local:root"}, access.Developer, "ci")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -610,7 +611,7 @@ func TestKeys(t *testing.T) {
 	if ring, err = auth.Open(t.Context(), s, nil); err != nil {
 		t.Fatal(err)
 	}
-	if c, err := ring.Authenticate(t.Context(), token.Reveal()); err != nil || c.Principal.Subject != k.Subject() || c.Role != auth.Developer {
+	if c, err := ring.Authenticate(t.Context(), token.Reveal()); err != nil || c.Principal.Subject != k.Subject() || c.Role != access.Developer {
 		t.Errorf("after reopening: %+v, %v", c, err)
 	}
 	if keys, err := ring.List(t.Context()); err != nil || cmp.Diff([]auth.Key{k}, keys) != "" {
