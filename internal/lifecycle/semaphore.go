@@ -10,10 +10,10 @@ import (
 // maxWaiting bounds the creates that wait for their turn.
 const maxWaiting = 4096
 
-// turns lets a limited number of creates in at a time. Owners take turns, so
+// fairSemaphore lets a limited number of creates in at a time. Owners take turns, so
 // that one who asks for a thousand sessions does not hold up one who asks for
 // a single one.
-type turns struct {
+type fairSemaphore struct {
 	mu      sync.Mutex
 	free    int
 	total   int
@@ -26,12 +26,12 @@ type ticket struct {
 	turn  chan struct{} // closes when it is this one's turn
 }
 
-func newTurns(limit int) *turns {
-	return &turns{free: limit, waiting: map[string][]*ticket{}}
+func newFairSemaphore(limit int) *fairSemaphore {
+	return &fairSemaphore{free: limit, waiting: map[string][]*ticket{}}
 }
 
 // take waits for a turn; done gives it back.
-func (t *turns) take(ctx context.Context, owner string) (done func(), err error) {
+func (t *fairSemaphore) take(ctx context.Context, owner string) (done func(), err error) {
 	t.mu.Lock()
 	if t.free > 0 {
 		t.free--
@@ -66,14 +66,14 @@ func (t *turns) take(ctx context.Context, owner string) (done func(), err error)
 	return nil, ctx.Err()
 }
 
-func (t *turns) give() {
+func (t *fairSemaphore) give() {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	t.giveLocked()
 }
 
 // giveLocked hands a turn to the next owner's oldest ticket.
-func (t *turns) giveLocked() {
+func (t *fairSemaphore) giveLocked() {
 	if len(t.owners) == 0 {
 		t.free++
 		return
@@ -88,7 +88,7 @@ func (t *turns) giveLocked() {
 	close(k.turn)
 }
 
-func (t *turns) leaveLocked(k *ticket) {
+func (t *fairSemaphore) leaveLocked(k *ticket) {
 	var rest []*ticket
 	for _, other := range t.waiting[k.owner] {
 		if other != k {
@@ -107,7 +107,7 @@ func (t *turns) leaveLocked(k *ticket) {
 	}
 }
 
-func (t *turns) shortenLocked(owner string, rest []*ticket) {
+func (t *fairSemaphore) shortenLocked(owner string, rest []*ticket) {
 	t.total -= len(t.waiting[owner]) - len(rest)
 	if len(rest) == 0 {
 		delete(t.waiting, owner)

@@ -1,4 +1,4 @@
-package lifecycle
+package workload
 
 import (
 	"context"
@@ -11,11 +11,14 @@ import (
 	"strings"
 	"sync"
 
+	"bivy/internal/access"
 	"bivy/internal/audit"
 	"bivy/internal/guest/guestclient"
 	"bivy/internal/guest/wire"
+	"bivy/internal/journal"
 	"bivy/internal/kind"
 	"bivy/internal/session"
+	"bivy/internal/text"
 )
 
 // File operations that read or change content are recorded like commands:
@@ -23,74 +26,72 @@ import (
 
 // fileOp is one recorded file operation in progress.
 type fileOp struct {
-	m      *Manager
-	a      *active
-	leave  func()
-	debt   *debt
-	client *guestclient.Client
-	about  filePayload
-	ctx    context.Context
-	cancel context.CancelFunc
+	entered
+	pending *journal.Pending
+	client  *guestclient.Client
+	about   filePayload
+	ctx     context.Context
+	cancel  context.CancelFunc
 }
 
-// beginFile lets a file operation in and records its intent.
-func (m *Manager) beginFile(ctx context.Context, id session.ID, actor session.Principal, action audit.Action, about filePayload, paths ...string) (*fileOp, error) {
+// beginFile admits a file operation and records its intent.
+func (s *Service) beginFile(ctx context.Context, who access.Caller, id session.ID, permission access.Action, action audit.Action, about filePayload, paths ...string) (*fileOp, error) {
 	for _, p := range paths {
 		if err := checkPath(p); err != nil {
 			return nil, err
 		}
 	}
-	a, leave, err := m.enter(ctx, id)
+	e, err := s.enter(ctx, who, permission, id)
 	if err != nil {
 		return nil, err
 	}
-	op := &fileOp{m: m, a: a, leave: leave, about: about}
-	op.ctx, op.cancel = a.within(ctx)
-	if op.client, err = m.guest(op.ctx, a); err == nil {
-		m.hook("file." + about.Op + ".intent")
-		op.debt, err = m.owe(op.ctx, a, audit.Entry{
-			Action: action, Ref: string(session.NewID()), Actor: actor, Payload: about,
+	op := &fileOp{entered: e, about: about}
+	op.ctx, op.cancel = e.within(ctx)
+	if op.client, err = e.guest(op.ctx); err == nil {
+		s.failPoint("file." + about.Op + ".intent")
+		op.pending, err = e.log.Begin(op.ctx, audit.Entry{
+			Action: action, Ref: string(session.NewID()), Object: "file", Actor: who.Principal, Decision: e.decision, Payload: about,
 		}, audit.Entry{
-			Action: audit.FileFailed, Payload: failedFile(about, errors.New("the session ended before its outcome was known")),
+			Action: audit.FileFailed, Object: "file", Payload: failedFile(about, errors.New("the session ended before its outcome was known")),
 		})
 	}
 	if err != nil {
 		op.cancel()
-		leave()
-		return nil, a.cutError(err)
+		e.leave()
+		return nil, e.cutError(err)
 	}
-	m.hook("file." + about.Op + ".do")
+	s.failPoint("file." + about.Op + ".do")
 	return op, nil
 }
 
 func failedFile(about filePayload, err error) filePayload {
-	about.Error = clip(err.Error(), maxErrorText)
+	about.Error = text.Cut(err.Error(), journal.MaxErrorText)
 	return about
 }
 
-// end records the outcome, with facts when err is nil, and lets the operation
-// out. It returns err, or what kept the outcome from being recorded.
+// end records the outcome, with facts when err is nil, and counts the
+// operation out. It returns err, or what kept the outcome from being recorded.
 func (op *fileOp) end(action audit.Action, facts filePayload, err error) error {
 	defer op.leave()
 	defer op.cancel()
-	op.m.hook("file." + op.about.Op + ".done")
+	op.s.failPoint("file." + op.about.Op + ".done")
 	if err != nil {
-		err = refusedFile(op.a.cutError(err))
-		recorded := op.m.settle(op.a, op.debt, audit.Entry{Action: audit.FileFailed, Outcome: audit.Failed, Payload: failedFile(op.about, err)})
+		err = refusedFile(op.cutError(err))
+		recorded := op.log.Conclude(op.pending, audit.Entry{Action: audit.FileFailed, Outcome: audit.Failed, Object: "file", Payload: failedFile(op.about, err)})
 		if recorded != nil {
-			op.m.log.Error("recording a file operation that failed", "session", op.a.id, "error", recorded)
+			op.s.log.Error("recording a file operation that failed", "session", op.session, "error", recorded)
 		}
 		return err
 	}
-	return op.m.settle(op.a, op.debt, audit.Entry{Action: action, Outcome: audit.OK, Payload: facts})
+	return op.log.Conclude(op.pending, audit.Entry{Action: action, Outcome: audit.OK, Object: "file", Payload: facts})
 }
 
 func checkPath(p string) error {
 	switch {
 	case p == "":
-		return kind.Errorf(kind.Invalid, "no path was given").WithField("path")
+		return kind.Errorf(kind.Invalid, "missing: the path of a file").WithField("path")
 	case strings.ContainsRune(p, 0):
-		return kind.Errorf(kind.Invalid, "%.64q contains NUL, which no path can", p).WithField("path")
+		return kind.Errorf(kind.Invalid, "%.64q contains a NUL byte", p).WithField("path")
 	case len(p) > wire.MaxPath:
 		return kind.Errorf(kind.Invalid, "%d bytes, at most %d", len(p), wire.MaxPath).WithField("path")
 	}
@@ -110,9 +111,9 @@ func refusedFile(err error) error {
 	return err
 }
 
-// summer digests what passes through it. The transport may read a body while
+// digestReader digests what passes through it. The transport may read a body while
 // its answer is already being handled, hence the lock.
-type summer struct {
+type digestReader struct {
 	r io.Reader
 
 	mu  sync.Mutex
@@ -120,32 +121,35 @@ type summer struct {
 	n   int64
 }
 
-func newSummer(r io.Reader) *summer { return &summer{r: r, sum: sha256.New()} }
+func newDigestReader(r io.Reader) *digestReader { return &digestReader{r: r, sum: sha256.New()} }
 
-func (s *summer) Read(p []byte) (int, error) {
-	n, err := s.r.Read(p)
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	s.sum.Write(p[:n])
-	s.n += int64(n)
+func (d *digestReader) Read(p []byte) (int, error) {
+	n, err := d.r.Read(p)
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.sum.Write(p[:n])
+	d.n += int64(n)
 	return n, err
 }
 
-func (s *summer) result() (int64, string) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return s.n, hex.EncodeToString(s.sum.Sum(nil))
+func (d *digestReader) result() (int64, string) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return d.n, hex.EncodeToString(d.sum.Sum(nil))
 }
 
-// Aborter is a reader whose Read may wait for a caller that has fallen silent.
-// Abort makes it fail at once; without that a write would outlive its session.
-type Aborter interface{ Abort() }
+// Aborter is a reader whose Read may wait for a caller that sends nothing.
+type Aborter interface {
+	// Abort makes Read fail at once; without it a write would outlive its
+	// session. It may be called from any goroutine, and again.
+	Abort()
+}
 
 // WriteFile writes all of r to path, making parents, and returns what was
 // written. size may be -1 when it is not known. r may be an Aborter.
-func (m *Manager) WriteFile(ctx context.Context, id session.ID, actor session.Principal, path, user string, r io.Reader, size int64) (FileInfo, error) {
+func (s *Service) WriteFile(ctx context.Context, who access.Caller, id session.ID, path, user string, r io.Reader, size int64) (FileInfo, error) {
 	about := filePayload{Op: "write", Path: wire.Escape(path), User: user}
-	op, err := m.beginFile(ctx, id, actor, audit.FileWriteIntent, about, path)
+	op, err := s.beginFile(ctx, who, id, access.FileWrite, audit.FileWriteIntent, about, path)
 	if err != nil {
 		return FileInfo{}, err
 	}
@@ -153,7 +157,7 @@ func (m *Manager) WriteFile(ctx context.Context, id session.ID, actor session.Pr
 	if a, ok := r.(Aborter); ok {
 		over = context.AfterFunc(op.ctx, a.Abort)
 	}
-	body := newSummer(r)
+	body := newDigestReader(r)
 	written, err := op.client.WriteFile(op.ctx, user, path, body, size)
 	over() // before the operation's context ends by its own end
 	n, sum := body.result()
@@ -167,9 +171,9 @@ func (m *Manager) WriteFile(ctx context.Context, id session.ID, actor session.Pr
 // ReadFile opens a file for reading. The reader must be closed; what was
 // given through it is recorded when the file ends or when it is closed. Size
 // in the returned FileInfo is -1 when it is not known beforehand.
-func (m *Manager) ReadFile(ctx context.Context, id session.ID, actor session.Principal, path, user string) (io.ReadCloser, FileInfo, error) {
+func (s *Service) ReadFile(ctx context.Context, who access.Caller, id session.ID, path, user string) (io.ReadCloser, FileInfo, error) {
 	about := filePayload{Op: "read", Path: wire.Escape(path), User: user}
-	op, err := m.beginFile(ctx, id, actor, audit.FileIntent, about, path)
+	op, err := s.beginFile(ctx, who, id, access.FileRead, audit.FileIntent, about, path)
 	if err != nil {
 		return nil, FileInfo{}, err
 	}
@@ -178,7 +182,7 @@ func (m *Manager) ReadFile(ctx context.Context, id session.ID, actor session.Pri
 		return nil, FileInfo{}, op.end(audit.FileRead, filePayload{}, err)
 	}
 	info := FileInfo{Path: path, Name: path[strings.LastIndexByte(path, '/')+1:], Type: RegularFile, Size: f.Size, ModTime: f.Modified}
-	reader := &fileReader{op: op, body: f, sum: newSummer(f)}
+	reader := &fileReader{op: op, body: f, sum: newDigestReader(f)}
 	// A reader that nobody reads must not hold up the end of the session.
 	context.AfterFunc(op.ctx, func() { reader.abandon(context.Cause(op.ctx)) })
 	return reader, info, nil
@@ -188,7 +192,7 @@ func (m *Manager) ReadFile(ctx context.Context, id session.ID, actor session.Pri
 type fileReader struct {
 	op   *fileOp
 	body *guestclient.File
-	sum  *summer
+	sum  *digestReader
 
 	mu   sync.Mutex
 	over bool
@@ -227,7 +231,7 @@ func (f *fileReader) abandon(cause error) {
 		return
 	}
 	if err := f.end(cause, false); err != nil && !errors.Is(err, cause) {
-		f.op.m.log.Error("recording a file that was not read to its end", "session", f.op.a.id, "error", err)
+		f.op.s.log.Error("recording a file that was not read to its end", "session", f.op.session, "error", err)
 	}
 }
 
@@ -247,8 +251,8 @@ func (f *fileReader) end(cause error, partial bool) error {
 }
 
 // MakeDir makes a directory and its parents.
-func (m *Manager) MakeDir(ctx context.Context, id session.ID, actor session.Principal, path, user string) (FileInfo, error) {
-	op, err := m.beginFile(ctx, id, actor, audit.FileIntent, filePayload{Op: "mkdir", Path: wire.Escape(path), User: user}, path)
+func (s *Service) MakeDir(ctx context.Context, who access.Caller, id session.ID, path, user string) (FileInfo, error) {
+	op, err := s.beginFile(ctx, who, id, access.FileWrite, audit.FileIntent, filePayload{Op: "mkdir", Path: wire.Escape(path), User: user}, path)
 	if err != nil {
 		return FileInfo{}, err
 	}
@@ -257,9 +261,9 @@ func (m *Manager) MakeDir(ctx context.Context, id session.ID, actor session.Prin
 }
 
 // Move renames a file or directory, making the destination's parents.
-func (m *Manager) Move(ctx context.Context, id session.ID, actor session.Principal, from, to, user string) (FileInfo, error) {
+func (s *Service) Move(ctx context.Context, who access.Caller, id session.ID, from, to, user string) (FileInfo, error) {
 	about := filePayload{Op: "move", Path: wire.Escape(from), To: wire.Escape(to), User: user}
-	op, err := m.beginFile(ctx, id, actor, audit.FileIntent, about, from, to)
+	op, err := s.beginFile(ctx, who, id, access.FileWrite, audit.FileIntent, about, from, to)
 	if err != nil {
 		return FileInfo{}, err
 	}
@@ -269,8 +273,8 @@ func (m *Manager) Move(ctx context.Context, id session.ID, actor session.Princip
 
 // Remove removes a path and everything below it; one that is missing is no
 // error.
-func (m *Manager) Remove(ctx context.Context, id session.ID, actor session.Principal, path, user string) error {
-	op, err := m.beginFile(ctx, id, actor, audit.FileIntent, filePayload{Op: "remove", Path: wire.Escape(path), User: user}, path)
+func (s *Service) Remove(ctx context.Context, who access.Caller, id session.ID, path, user string) error {
+	op, err := s.beginFile(ctx, who, id, access.FileWrite, audit.FileIntent, filePayload{Op: "remove", Path: wire.Escape(path), User: user}, path)
 	if err != nil {
 		return err
 	}
@@ -278,9 +282,9 @@ func (m *Manager) Remove(ctx context.Context, id session.ID, actor session.Princ
 }
 
 // Stat describes a path.
-func (m *Manager) Stat(ctx context.Context, id session.ID, path, user string) (FileInfo, error) {
+func (s *Service) Stat(ctx context.Context, who access.Caller, id session.ID, path, user string) (FileInfo, error) {
 	var info FileInfo
-	err := m.look(ctx, id, path, func(ctx context.Context, g *guestclient.Client) error {
+	err := s.look(ctx, who, id, path, func(ctx context.Context, g *guestclient.Client) error {
 		e, err := g.Stat(ctx, user, path)
 		info = fileInfo(e)
 		return err
@@ -289,9 +293,9 @@ func (m *Manager) Stat(ctx context.Context, id session.ID, path, user string) (F
 }
 
 // ListDir lists a directory to the given depth (at least 1).
-func (m *Manager) ListDir(ctx context.Context, id session.ID, path, user string, depth int) ([]FileInfo, error) {
+func (s *Service) ListDir(ctx context.Context, who access.Caller, id session.ID, path, user string, depth int) ([]FileInfo, error) {
 	var infos []FileInfo
-	err := m.look(ctx, id, path, func(ctx context.Context, g *guestclient.Client) error {
+	err := s.look(ctx, who, id, path, func(ctx context.Context, g *guestclient.Client) error {
 		entries, err := g.ListDir(ctx, user, path, depth)
 		for _, e := range entries {
 			infos = append(infos, fileInfo(e))
@@ -301,23 +305,23 @@ func (m *Manager) ListDir(ctx context.Context, id session.ID, path, user string,
 	return infos, err
 }
 
-func (m *Manager) look(ctx context.Context, id session.ID, path string, do func(context.Context, *guestclient.Client) error) error {
+func (s *Service) look(ctx context.Context, who access.Caller, id session.ID, path string, do func(context.Context, *guestclient.Client) error) error {
 	if err := checkPath(path); err != nil {
 		return err
 	}
-	a, leave, err := m.enter(ctx, id)
+	e, err := s.enter(ctx, who, access.FileRead, id)
 	if err != nil {
 		return err
 	}
-	defer leave()
-	ctx, cancel := a.within(ctx)
+	defer e.leave()
+	ctx, cancel := e.within(ctx)
 	defer cancel()
-	g, err := m.guest(ctx, a)
+	g, err := e.guest(ctx)
 	if err != nil {
 		return err
 	}
 	if err := do(ctx, g); err != nil {
-		return fmt.Errorf("session %s: %w", id, refusedFile(a.cutError(err)))
+		return fmt.Errorf("session %s: %w", id, refusedFile(e.cutError(err)))
 	}
 	return nil
 }
