@@ -185,7 +185,7 @@ func (c *child) await() {
 }
 
 // watch notes the exit of a child that another process started.
-func (c *child) watch(n *exitNote) {
+func (c *child) watch(n *stopping) {
 	go func() { // ends with the child, which Destroy ends
 		c.await()
 		n.set(driver.Exit{Code: -1})

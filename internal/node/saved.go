@@ -1,6 +1,7 @@
 package node
 
 import (
+	"cmp"
 	"crypto/hmac"
 	"crypto/rand"
 	"crypto/sha256"
@@ -16,23 +17,27 @@ import (
 	"time"
 
 	"bivy/internal/driver"
-	"bivy/internal/lifecycle"
+	"bivy/internal/durable"
+	"bivy/internal/sandbox"
 	"bivy/internal/session"
 )
 
-// recordVersion is the version of record that this build writes; it reads
+// savedVersion is the version of handle files that this build writes; it reads
 // that and older ones.
-const recordVersion = 1
+const savedVersion = 1
 
-// record is what the node remembers of a sandbox, in a file readable by root
-// alone: the environment may hold what its owner would not show. It never
-// holds the agent's token, which is derived from the node's key.
-type record struct {
+// saved is what the node remembers of a sandbox, in a handle file that only
+// root can read: the environment may hold secrets of the session's owner. It
+// never holds the agent's token, which is derived from the node's key.
+type saved struct {
 	Version int               `json:"version"`
 	Sandbox session.SandboxID `json:"sandbox"`
+	Owner   driver.Owner      `json:"owner"`
 	Handle  *driver.Handle    `json:"handle,omitempty"` // nil: its start was not finished
 	Init    identity          `json:"init"`
 	Due     due               `json:"due"`
+
+	unreadable string // why the file does not read; empty when it does
 }
 
 // identity is what Bind tells the agent.
@@ -51,26 +56,19 @@ type due struct {
 	Wall   time.Time     `json:"wall"`
 }
 
-func (n *Node) newRecord(want lifecycle.SandboxSpec) record {
+func (n *Node) newSaved(want sandbox.Spec) saved {
 	env := maps.Clone(want.Template.Env)
 	if env == nil {
 		env = map[string]string{}
 	}
-	maps.Copy(env, want.Spec.Env)
-	return record{
-		Version: recordVersion, Sandbox: want.ID, Due: n.due(want.Deadline),
+	maps.Copy(env, want.Session.Env)
+	return saved{
+		Version: savedVersion, Sandbox: want.ID, Owner: want.Owner, Due: n.due(want.Deadline),
 		Init: identity{
-			Env: env, Hostname: want.Spec.Hostname,
-			User: or(want.Spec.User, want.Template.User), Workdir: or(want.Spec.Workdir, want.Template.Workdir),
+			Env: env, Hostname: want.Session.Hostname,
+			User: cmp.Or(want.Session.User, want.Template.User), Workdir: cmp.Or(want.Session.Workdir, want.Template.Workdir),
 		},
 	}
-}
-
-func or(a, b string) string {
-	if a != "" {
-		return a
-	}
-	return b
 }
 
 // due places a date on the machine's clock by its distance from now. The
@@ -128,8 +126,8 @@ func openDir(dir string) ([]byte, error) {
 	return key, nil
 }
 
-// token is the access token of a sandbox's agent. Whoever has it can act
-// inside that one sandbox and derive nothing else from it.
+// token is the access token of a sandbox's agent. It is of use inside that one
+// sandbox, and nothing else can be derived from it.
 func (n *Node) token(id session.SandboxID) string {
 	mac := hmac.New(sha256.New, n.key)
 	mac.Write([]byte("bivy/agent-token/v1\n" + string(id)))
@@ -140,15 +138,15 @@ func (n *Node) path(id session.SandboxID) string {
 	return filepath.Join(n.o.Dir, handlesDir, string(id)+suffix)
 }
 
-// write replaces a sandbox's file. Sync waits for the disk: the first write
-// does, since it announces what is about to exist. Later ones need not,
-// because a power cut that loses them ends the sandbox too.
-func (n *Node) write(rec record, sync bool) error {
-	b, err := json.Marshal(rec)
+// write replaces a sandbox's handle file. With sync it waits for the disk, as
+// the first write does, which announces what is about to exist. Later ones
+// need not: a power cut that loses them ends the sandbox too.
+func (n *Node) write(file saved, sync bool) error {
+	b, err := json.Marshal(file)
 	if err != nil {
 		return fmt.Errorf("handle: %w", err)
 	}
-	if err := writeFile(n.path(rec.Sandbox), b, sync); err != nil {
+	if err := writeFile(n.path(file.Sandbox), b, sync); err != nil {
 		return fmt.Errorf("handle: %w", err)
 	}
 	return nil
@@ -163,8 +161,10 @@ func (n *Node) erase(id session.SandboxID) error {
 
 // writeFile replaces path as a whole, mode 0600.
 func writeFile(path string, data []byte, sync bool) (err error) {
-	dir := filepath.Dir(path)
-	f, err := os.CreateTemp(dir, tmpPrefix) // 0600
+	if sync {
+		return durable.WriteFile(path, data, 0o600)
+	}
+	f, err := os.CreateTemp(filepath.Dir(path), tmpPrefix) // 0600
 	if err != nil {
 		return err
 	}
@@ -174,39 +174,24 @@ func writeFile(path string, data []byte, sync bool) (err error) {
 		}
 	}()
 	_, err = f.Write(data)
-	if err == nil && sync {
-		err = f.Sync()
-	}
 	if err = errors.Join(err, f.Close()); err != nil {
 		return err
 	}
-	if err = os.Rename(f.Name(), path); err != nil || !sync {
-		return err
-	}
-	d, err := os.Open(dir)
-	if err != nil {
-		return err
-	}
-	// A file that might be lost with power goes back to its temporary name,
-	// which the deferred cleanup removes.
-	if syncErr := errors.Join(d.Sync(), d.Close()); syncErr != nil {
-		return errors.Join(syncErr, os.Rename(path, f.Name()))
-	}
-	return nil
+	return os.Rename(f.Name(), path)
 }
 
-// readAll reads every sandbox's file. One that does not read is returned by
-// its name alone, as a start that was not finished: whatever there is of that
-// sandbox has to go. Half-written files are removed.
-func (n *Node) readAll() ([]record, error) {
+// readAll reads every handle file. One that does not read is returned with its
+// sandbox's id, which is its name, and why it does not read. Temporary files
+// of writes that were cut short are removed.
+func (n *Node) readAll() ([]saved, error) {
 	dir := filepath.Join(n.o.Dir, handlesDir)
 	entries, err := os.ReadDir(dir)
 	if err != nil {
 		return nil, err
 	}
-	var all []record
+	var all []saved
 	for _, e := range entries {
-		if strings.HasPrefix(e.Name(), tmpPrefix) {
+		if strings.HasPrefix(e.Name(), ".") {
 			if err := os.Remove(filepath.Join(dir, e.Name())); err != nil {
 				return nil, err
 			}
@@ -214,19 +199,32 @@ func (n *Node) readAll() ([]record, error) {
 		}
 		id := session.SandboxID(strings.TrimSuffix(e.Name(), suffix))
 		if _, _, err := id.Split(); err != nil {
-			n.log.Warn("a file among the handles that is none", "file", e.Name())
+			n.log.Warn("not a handle file", "file", e.Name())
 			continue
 		}
 		b, err := os.ReadFile(filepath.Join(dir, e.Name()))
 		if err != nil {
 			return nil, err
 		}
-		var rec record
-		if err := json.Unmarshal(b, &rec); err != nil || rec.Sandbox != id || rec.Version < 1 || rec.Version > recordVersion {
-			n.log.Error("a handle that does not read; its sandbox will be destroyed", "sandbox", id, "version", rec.Version, "error", err)
-			rec = record{Version: recordVersion, Sandbox: id}
+		var file saved
+		if why := decode(b, id, &file); why != "" {
+			file = saved{Version: savedVersion, Sandbox: id, unreadable: why}
 		}
-		all = append(all, rec)
+		all = append(all, file)
 	}
 	return all, nil
+}
+
+// decode reads the handle file of a sandbox and says why it does not read.
+func decode(b []byte, id session.SandboxID, file *saved) (why string) {
+	err := json.Unmarshal(b, file)
+	switch {
+	case err != nil:
+		return err.Error()
+	case file.Sandbox != id:
+		return fmt.Sprintf("it is for sandbox %.64q", string(file.Sandbox))
+	case file.Version < 1 || file.Version > savedVersion:
+		return fmt.Sprintf("it has version %d, and this build reads up to %d", file.Version, savedVersion)
+	}
+	return ""
 }

@@ -11,54 +11,57 @@ import (
 	"gvisor.dev/gvisor/pkg/tcpip/stack"
 )
 
-// gate sits between the wire and the stack and sees every packet the guest
+// filter sits between the wire and the stack and sees every packet the guest
 // sends. Only TCP reaches the stack, which knows the connections that the
-// host opened and resets all others; everything else is refused here.
-type gate struct {
+// host opened, and hands new ones to the handler or resets them; everything
+// else is refused here.
+type filter struct {
 	nested.Endpoint
-	child   stack.LinkEndpoint
+	dark    bool // the stack resets every connection that the guest opens
 	refused atomic.Uint64
 }
 
-func newGate(child stack.LinkEndpoint) *gate {
-	g := &gate{child: child}
-	g.Init(child, g)
-	return g
+func newFilter(child stack.LinkEndpoint, dark bool) *filter {
+	f := &filter{dark: dark}
+	f.Init(child, f)
+	return f
 }
 
 // DeliverNetworkPacket implements stack.NetworkDispatcher. Its input is the
 // guest's: any bytes at all.
-func (g *gate) DeliverNetworkPacket(protocol tcpip.NetworkProtocolNumber, pkt *stack.PacketBuffer) {
+func (f *filter) DeliverNetworkPacket(protocol tcpip.NetworkProtocolNumber, pkt *stack.PacketBuffer) {
 	size := pkt.Data().Size()
 	head, ok := pkt.Data().PullUp(min(size, headBytes))
 	if !ok {
-		g.refused.Add(1)
+		f.refused.Add(1)
 		return
 	}
 	switch verdict(head, size) {
 	case pass:
-		g.Endpoint.DeliverNetworkPacket(protocol, pkt)
-	case passCounted:
-		g.refused.Add(1)
-		g.Endpoint.DeliverNetworkPacket(protocol, pkt)
+		f.Endpoint.DeliverNetworkPacket(protocol, pkt)
+	case connect:
+		if f.dark {
+			f.refused.Add(1)
+		}
+		f.Endpoint.DeliverNetworkPacket(protocol, pkt)
 	case reject:
-		g.refused.Add(1)
-		g.reject(head)
+		f.refused.Add(1)
+		f.reject(head)
 	case drop:
-		g.refused.Add(1)
+		f.refused.Add(1)
 	}
 }
 
 type decision uint8
 
 const (
-	drop        decision = iota // not worth an answer
-	pass                        // may belong to a connection the host opened
-	passCounted                 // a new connection: the stack resets it
-	reject                      // answered with "unreachable"
+	drop    decision = iota // gets no answer
+	pass                    // may belong to a connection
+	connect                 // opens a connection
+	reject                  // answered with "unreachable"
 )
 
-// headBytes is as much of a packet as a verdict and an answer need: the
+// headBytes is how much of a packet a verdict and an answer need: the
 // longest IPv4 header and the start of what it carries.
 const headBytes = header.IPv4MaximumHeaderSize + header.TCPMinimumSize
 
@@ -76,7 +79,7 @@ func verdict(head []byte, size int) decision {
 			return drop // nothing on this wire needs fragments
 		}
 		if f := seg.Flags(); f.Contains(header.TCPFlagSyn) && !f.Contains(header.TCPFlagAck) {
-			return passCounted
+			return connect
 		}
 		return pass
 	case header.ICMPv4ProtocolNumber:
@@ -95,7 +98,7 @@ func verdict(head []byte, size int) decision {
 
 // reject answers with ICMP "port unreachable" (RFC 792), which a guest's
 // socket reports as "connection refused" at once.
-func (g *gate) reject(head []byte) {
+func (f *filter) reject(head []byte) {
 	src := header.IPv4(head)
 	quoted := head[:min(len(head), int(src.HeaderLength())+header.ICMPv4MinimumErrorPayloadSize)]
 	total := header.IPv4MinimumSize + header.ICMPv4MinimumSize + len(quoted)
@@ -120,7 +123,7 @@ func (g *gate) reject(head []byte) {
 	answer.NetworkProtocolNumber = header.IPv4ProtocolNumber
 	var list stack.PacketBufferList
 	list.PushBack(answer)
-	// A full wire drops the answer; the guest's own timeout is then the
-	// refusal, and the count stands.
-	_, _ = g.WritePackets(list)
+	// A full wire drops the answer; the guest then waits for its own
+	// timeout.
+	_, _ = f.WritePackets(list)
 }
