@@ -8,7 +8,6 @@ import (
 
 	"bivy/internal/access"
 	"bivy/internal/audit"
-	"bivy/internal/driver"
 	"bivy/internal/journal"
 	"bivy/internal/kind"
 	"bivy/internal/session"
@@ -119,11 +118,6 @@ func (m *Manager) setLateDeadline(ctx context.Context, e *managed) error {
 		return err
 	}
 	return m.putDeadline(e, s)
-}
-
-// Stats measures the session's sandbox from the host's side.
-func (m *Manager) Stats(ctx context.Context, who access.Caller, id session.ID) (driver.Stats, error) {
-	return m.workload.Stats(ctx, who, id)
 }
 
 // Events calls fn for each event of the session's record with a sequence

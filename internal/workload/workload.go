@@ -168,3 +168,15 @@ func (i *Incarnation) guest(ctx context.Context) (*guestclient.Client, error) {
 	}
 	return c, nil
 }
+
+// Stats measures the sandbox of a session from the host's side.
+func (s *Service) Stats(ctx context.Context, who access.Caller, id session.ID) (driver.Stats, error) {
+	e, err := s.enter(ctx, who, access.SessionRead, id)
+	if err != nil {
+		return driver.Stats{}, err
+	}
+	defer e.leave()
+	ctx, cancel := e.within(ctx)
+	defer cancel()
+	return s.o.Node.Stats(ctx, e.id)
+}
