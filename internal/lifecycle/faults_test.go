@@ -132,6 +132,22 @@ func TestEndMatrix(t *testing.T) {
 				if n := w.count(s.ID, audit.CommandEnded); n != 1 {
 					t.Errorf("the command ended %d times\n%s", n, w.story(s.ID))
 				}
+				// A reply that was lost is no reason to tell a thing twice, or to
+				// call lost what was done.
+				if n := w.count(s.ID, audit.IntentLost); n != 0 {
+					t.Errorf("%d intents are told to be lost\n%s", n, w.story(s.ID))
+				}
+				for _, step := range []string{"shut", "kill", "dispose", "release"} {
+					done := 0
+					for _, e := range w.entries(s.ID, "end."+step) {
+						if strings.HasPrefix(e, "step.done") {
+							done++
+						}
+					}
+					if done != 1 && (step != "shut" || call != "Node.Shut") {
+						t.Errorf("step %s is told %d times to be done\n%s", step, done, w.story(s.ID))
+					}
+				}
 				failing := (way == "before" || way == "after") && slices.Contains([]string{"Node.Shut", "Node.Freeze", "Node.Changes"}, call)
 				if failing != (len(s.Residuals) > 0) {
 					t.Errorf("residuals: %v\n%s", s.Residuals, w.story(s.ID))
