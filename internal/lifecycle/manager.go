@@ -53,9 +53,8 @@ type Signer interface {
 	// Seal signs that the record with this head is complete and that c is what
 	// became of the session. before is the state of the node's other records.
 	Seal(h audit.Head, before audit.Heads, c audit.Closeout) (audit.Seal, error)
-	// SealAddenda signs that the addenda of a session, whose record has the
-	// sealed root, reach as far as h.
-	SealAddenda(h audit.Head, sealed string, at time.Time) (audit.Seal, error)
+	// SealAddenda signs that the addenda of a session reach as far as h.
+	SealAddenda(h audit.Head, at time.Time) (audit.Seal, error)
 	// Rotations are the statements by which earlier keys vouch for this one.
 	Rotations() []audit.Seal
 }

@@ -25,7 +25,7 @@ func TestALife(t *testing.T) {
 	w := newWorld(t)
 	d := w.start()
 	s, timing, err := d.Create(t.Context(), lifecycle.CreateRequest{
-		Owner: alice, Spec: session.Spec{Env: map[string]string{"GREETING": "hello"}, Labels: map[string]string{"a": "b"}},
+		Caller: alice, Spec: session.Spec{Env: map[string]string{"GREETING": "hello"}, Labels: map[string]string{"a": "b"}},
 	})
 	if err != nil {
 		t.Fatal(err)
