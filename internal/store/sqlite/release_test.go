@@ -16,7 +16,6 @@ import (
 	"bivy/internal/audit"
 	"bivy/internal/auth"
 	"bivy/internal/kind"
-	"bivy/internal/lifecycle"
 	"bivy/internal/session"
 	"bivy/internal/store/storetest"
 )
@@ -47,10 +46,10 @@ func TestWriteRelease(t *testing.T) {
 	s := open(t, dir)
 	_, key := storetest.Sealed(t, s, storetest.Moved(t, s, storetest.Created(t, s), session.Running))
 	running := storetest.Moved(t, s, storetest.Created(t, s), session.Running)
-	if err := s.Append(t.Context(), running.ID, storetest.Entry(audit.CommandIntent)); err != nil {
+	if err := storetest.Append(t.Context(), s, running, storetest.Entry(audit.CommandIntent)); err != nil {
 		t.Fatal(err)
 	}
-	if _, _, err := s.Create(t.Context(), storetest.New(), lifecycle.IdempotencyKey{Scope: "s", Key: "k", Digest: "d"}, storetest.Entry(audit.SessionCreated)); err != nil {
+	if _, _, err := s.Create(t.Context(), storetest.New(), session.IdempotencyKey{Scope: "s", Key: "k", Digest: "d"}, storetest.Entry(audit.SessionCreated)); err != nil {
 		t.Fatal(err)
 	}
 	hash := sha256.Sum256([]byte(releaseToken))
@@ -132,7 +131,7 @@ func openRelease(t *testing.T, s *Store, keys []audit.PublicKey) {
 	}
 	_, key := storetest.Sealed(t, s, running)
 	storetest.Verify(t, s, running.ID, key)
-	if err := s.Append(t.Context(), ended.ID, storetest.Entry(audit.StepDone)); !kind.Is(err, kind.Conflict) {
+	if err := storetest.Append(t.Context(), s, ended, storetest.Entry(audit.StepDone)); !kind.Is(err, kind.Conflict) {
 		t.Errorf("append to a sealed record: %v", err)
 	}
 	ring, err := auth.Open(t.Context(), s, nil)
