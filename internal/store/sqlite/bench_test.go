@@ -101,7 +101,7 @@ func ending(b *testing.B, s *Store) session.Session {
 	return storetest.Moved(b, s, storetest.Created(b, s), session.Ending)
 }
 
-func seal(b *testing.B, s *Store, signer *audit.Signer, at session.Session) {
+func seal(b testing.TB, s *Store, signer *audit.Signer, at session.Session) {
 	b.Helper()
 	at.State, at.EndedAt = session.Ended, time.Now()
 	if _, err := s.Seal(context.Background(), at.Fence(), at, storetest.SignWith(signer, at), storetest.Entry(audit.SessionEnded)); err != nil {
