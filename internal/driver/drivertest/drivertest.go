@@ -496,6 +496,9 @@ func owners(e *env) {
 		}
 		e.restart()
 	}
+	for id := range want {
+		e.destroy(id)
+	}
 }
 
 func waitErrors(e *env) {

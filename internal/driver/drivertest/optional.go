@@ -256,6 +256,7 @@ func setLimits(e *env) {
 		e.Fatalf("Recover: %v", err)
 	}
 	e.limitsHold(id)
+	e.destroy(id)
 }
 
 // limitsHold checks that the limits of setLimits are those that the driver

@@ -595,7 +595,10 @@ func TestRecoverWhilePaused(t *testing.T) {
 // a deletion is a file.
 func TestExportOfLargeFilesAndForgedNames(t *testing.T) {
 	d := newDriver(t, t.TempDir())
-	id := start(t, d, func(r *driver.StartRequest) { r.Limits.DiskBytes = 512 << 20; r.Limits.MemoryBytes = 512 << 20 })
+	id := start(t, d, func(r *driver.StartRequest) {
+		r.Limits.DiskBytes, r.Limits.MemoryBytes = 512<<20, 512<<20
+		r.Shape.DiskBytes = 512 << 20
+	})
 	mustRun(t, d, id, "sh", "-c", "head -c 300M /dev/zero > /root/big; echo payload > /root/.wh.evil; echo after > /var/zzz; rm /etc/issue")
 	if err := d.Pause(t.Context(), id); err != nil {
 		t.Fatal(err)
