@@ -289,7 +289,7 @@ func (e *env) limitsHold(id session.SandboxID) {
 	}
 }
 
-// recorder is an Outbound that echoes and tells of every flow.
+// recorder is an Outbound that echoes and reports every flow.
 type recorder struct {
 	flows chan recorded
 }

@@ -496,7 +496,7 @@ func TestListenerFromBeforeTheSnapshot(t *testing.T) {
 	}
 }
 
-// TestExportIsOCI: deletions and replaced directories are told the OCI way.
+// TestExportIsOCI: deletions and replaced directories are written as OCI layers have them.
 func TestExportIsOCI(t *testing.T) {
 	d := newDriver(t, t.TempDir())
 	id := start(t, d, nil)
@@ -539,7 +539,7 @@ func TestExportIsOCI(t *testing.T) {
 }
 
 // TestRecoverWhilePaused: a frozen guest stays frozen through a restart, is
-// exported as it is, and runs on only when it is told to.
+// exported as it is, and runs on only when it is resumed.
 func TestRecoverWhilePaused(t *testing.T) {
 	root := t.TempDir()
 	d := newDriver(t, root)
