@@ -18,8 +18,8 @@ import (
 
 // newSlot returns a fresh name for what a sandbox has on the host.
 //
-// It has the form of a sandbox id of generation 0. So a slot whose label is
-// missing, which takes somebody who removed it, is listed and destroyed like a
+// It has the form of a sandbox id of generation 0. A slot whose label is
+// missing, which no crash can cause, is therefore listed and destroyed like a
 // sandbox, under its own name.
 func newSlot() string { return string(session.NewID().Sandbox(0)) }
 
