@@ -24,10 +24,10 @@ func (a *app) logsCommand() *cobra.Command {
 	var follow, all bool
 	var after uint64
 	cmd := &cobra.Command{
-		Use: "logs [flags] SESSION", Short: "Tell what happened in a session",
-		Long: `Tell what happened in a session, from its record: its states, the commands that
-ran in it and how they ended, the files that came and went. What commands wrote
-is not part of the record. With -o json each event is one line.`,
+		Use: "logs [flags] SESSION", Short: "Show what happened in a session",
+		Long: `Show what happened in a session, from its record: its states, the commands that
+ran in it and how they ended, the files that were copied and changed. Output of
+commands is not part of the record. With -o json each event is one line.`,
 		Args: want(false, "SESSION"), ValidArgsFunction: a.completeSession,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			c, err := a.connect(cmd.Context(), anywhere)
@@ -57,18 +57,19 @@ is not part of the record. With -o json each event is one line.`,
 		},
 	}
 	f := cmd.Flags()
-	f.BoolVarP(&follow, "follow", "f", false, "go on until the session has ended")
-	f.BoolVar(&all, "all", false, "also steps and intents")
-	f.Uint64Var(&after, "after", 0, "only events after this number")
+	f.BoolVarP(&follow, "follow", "f", false, "continue with new events until the session has ended")
+	f.BoolVar(&all, "all", false, "include steps and intents")
+	f.Uint64Var(&after, "after", 0, "only events after number `N`")
 	return cmd
 }
 
-// detail reports whether an event matters only to who studies the record.
+// detail reports whether an event is only shown with --all.
 func detail(action string) bool {
 	return strings.HasPrefix(action, "step.") || strings.HasSuffix(action, ".intent") && action != string(audit.CommandIntent) ||
 		action == string(audit.CommandStarted)
 }
 
+// eventLine formats an event as one line.
 func eventLine(ev client.Event) string {
 	line := fmt.Sprintf("%s %5d  %-16s %s", ev.Time.UTC().Format("2006-01-02 15:04:05.000"), ev.Seq, ev.Action, eventText(ev))
 	if ev.Outcome != string(audit.OK) && ev.Outcome != string(audit.Pending) {
@@ -77,8 +78,8 @@ func eventLine(ev client.Event) string {
 	return strings.TrimRight(oneLine(line), " ")
 }
 
-// eventText says in words what an event's payload holds. Payloads differ by
-// action; what is not there is left out.
+// eventText formats the payload of an event. The fields differ by action; missing
+// ones are omitted.
 func eventText(ev client.Event) string {
 	var p struct {
 		Argv       []string `json:"argv"`
@@ -103,7 +104,7 @@ func eventText(ev client.Event) string {
 		return ""
 	}
 	if json.Unmarshal(ev.Payload, &p) != nil {
-		// A payload of another form is shown as it is.
+		// A payload of another form is shown unchanged.
 		return string(ev.Payload)
 	}
 	var out []string
