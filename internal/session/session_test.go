@@ -265,7 +265,22 @@ func TestDigest(t *testing.T) {
 	if len(da) != len("sha256:")+64 || !strings.HasPrefix(da, "sha256:") {
 		t.Errorf("digest %s", da)
 	}
+	// A record shows the names of variables and this digest: it must not depend
+	// on values, which could then be guessed.
 	b.Env["C"] = "4"
+	if db, err := b.Digest(); err != nil || da != db {
+		t.Errorf("another value of a variable: digests %s and %s, %v", da, db, err)
+	}
+	shown, err := b.WithoutEnvValues().Digest()
+	if err != nil || shown != da {
+		t.Errorf("the spec as records show it has digest %s, want %s, %v", shown, da, err)
+	}
+	b.Env["D"] = ""
+	if db, err := b.Digest(); err != nil || da == db {
+		t.Errorf("another variable, the same digest %s, %v", da, err)
+	}
+	b = valid()
+	b.Env, b.Hostname = a.Env, "other"
 	if db, err := b.Digest(); err != nil || da == db {
 		t.Errorf("two specs, one digest %s, %v", da, err)
 	}

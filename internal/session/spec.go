@@ -179,10 +179,12 @@ func (s Spec) WithoutEnvValues() Spec {
 	return s
 }
 
-// Digest names the spec by content: "sha256:" and the hex of its canonical
-// JSON (Go's encoding: fields in order, map keys sorted).
+// Digest names what the spec asks for: "sha256:" and the hex SHA-256 of the
+// canonical JSON (Go's encoding: fields in order, map keys sorted) of the spec
+// without the values of its environment. Records show that spec and its digest;
+// a digest over the values would let a reader test guesses of them.
 func (s Spec) Digest() (string, error) {
-	b, err := json.Marshal(s)
+	b, err := json.Marshal(s.WithoutEnvValues())
 	if err != nil {
 		return "", err
 	}
