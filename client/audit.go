@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/json"
 	"io"
+	"iter"
 )
 
 // AuditKey returns the public key that the node signs records with, and the
@@ -23,13 +24,32 @@ func (c *Client) RotateAuditKey(ctx context.Context, r RotateAuditKey) (AuditKey
 // SystemRecord returns the node's system record in the form that is verified
 // offline: what happened on the node outside sessions. The caller closes it.
 func (c *Client) SystemRecord(ctx context.Context) (io.ReadCloser, error) {
-	return c.stream(ctx, "/v1/audit/system")
+	resp, err := c.send(ctx, call{method: "GET", path: "/v1/audit/system"})
+	if err != nil {
+		return nil, err
+	}
+	return resp.Body, nil
 }
 
-// RecordListing returns one line of JSON for each record of the node: the sealed
-// ones in the order of sealing, then the open ones. The caller closes it.
-func (c *Client) RecordListing(ctx context.Context) (io.ReadCloser, error) {
-	return c.stream(ctx, "/v1/audit/listing")
+// RecordListing lists the records of the node: the sealed ones in the order of
+// sealing, then the open ones. After an error the sequence ends.
+func (c *Client) RecordListing(ctx context.Context) iter.Seq2[ListedRecord, error] {
+	return func(yield func(ListedRecord, error) bool) {
+		resp, err := c.send(ctx, call{method: "GET", path: "/v1/audit/listing", accept: NDJSONType})
+		if err != nil {
+			yield(ListedRecord{}, err)
+			return
+		}
+		err = lines(resp, func(r ListedRecord) error {
+			if !yield(r, nil) {
+				return errStop
+			}
+			return nil
+		})
+		if err != nil && err != errStop { //nolint:errorlint // errStop is never wrapped
+			yield(ListedRecord{}, err)
+		}
+	}
 }
 
 // AuditHead returns a signed statement of what the node's records are now: a
@@ -38,13 +58,4 @@ func (c *Client) RecordListing(ctx context.Context) (io.ReadCloser, error) {
 func (c *Client) AuditHead(ctx context.Context) (json.RawMessage, error) {
 	var envelope json.RawMessage
 	return envelope, c.json(ctx, "GET", "/v1/audit/head", nil, nil, &envelope, "")
-}
-
-// stream makes a GET request and returns the body of its answer.
-func (c *Client) stream(ctx context.Context, path string) (io.ReadCloser, error) {
-	resp, err := c.send(ctx, call{method: "GET", path: path, accept: NDJSONType})
-	if err != nil {
-		return nil, err
-	}
-	return resp.Body, nil
 }

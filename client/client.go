@@ -266,6 +266,9 @@ func (c *Client) BuildTemplate(ctx context.Context, b BuildTemplate, progress fu
 	return *out, nil
 }
 
+// errStop makes lines stop.
+var errStop = errors.New("stop")
+
 // lines decodes an answer of JSON lines, calls fn for each, and closes it.
 func lines[T any](resp *http.Response, fn func(T) error) error {
 	defer resp.Body.Close()

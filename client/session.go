@@ -197,17 +197,16 @@ func (s *Session) Follow(ctx context.Context, after uint64) iter.Seq2[Event, err
 			yield(Event{}, err)
 			return
 		}
-		stop := fmt.Errorf("stop")
 		err = lines(resp, func(u EventUpdate) error {
 			if u.Error != nil {
 				return u.Error
 			}
 			if u.Event != nil && !yield(*u.Event, nil) {
-				return stop
+				return errStop
 			}
 			return nil
 		})
-		if err != nil && err != stop { //nolint:errorlint // stop is this call's own and never wrapped
+		if err != nil && err != errStop { //nolint:errorlint // errStop is never wrapped
 			yield(Event{}, err)
 		}
 	}

@@ -400,6 +400,10 @@ type AuditKey struct {
 	PublicKey   string      `json:"public_key"`       // in PEM
 	Fingerprint string      `json:"fingerprint"`      // names it in seals
 	Former      []FormerKey `json:"former,omitempty"` // replaced keys, newest first
+
+	// Rotations are the signed statements of each replacement, oldest first: DSSE
+	// envelopes.
+	Rotations []json.RawMessage `json:"rotations,omitempty"`
 }
 
 // FormerKey is a signing key that was replaced by another one. Records that it
@@ -415,6 +419,16 @@ type FormerKey struct {
 // RotateAuditKey is the body of POST /v1/audit/key/rotate.
 type RotateAuditKey struct {
 	Lost bool `json:"lost,omitempty"` // the present key is lost: make a new one that it does not sign
+}
+
+// ListedRecord is one line of GET /v1/audit/listing: a record of the node. A
+// session with addenda has one line for its seal and one for each signed head of
+// its addenda.
+type ListedRecord struct {
+	Record string `json:"record"` // "session/<id>", "addenda/<id>" or "system/<node>/<segment>"
+	Seq    uint64 `json:"seq"`    // number of the last event
+	Hash   string `json:"hash"`   // hex hash of that event
+	Sealed bool   `json:"sealed"` // whether it is signed
 }
 
 // Version identifies a build of bivy.

@@ -40,6 +40,10 @@ type Engine struct {
 	// Local starts the same server without an address, for this process only.
 	Local func(ctx context.Context, cfg config.Config, log *slog.Logger) (*Local, error)
 
+	// ReplaceLostKey makes a new signing key in the data directory of a server that
+	// does not run because its key is missing, and returns it.
+	ReplaceLostKey func(ctx context.Context, cfg config.Config) (client.AuditKey, error)
+
 	// Doctor checks this machine.
 	Doctor func(ctx context.Context, cfg config.Config) (client.Node, error)
 
@@ -88,6 +92,9 @@ func Main(ctx context.Context, e Engine, args []string, s Streams) int {
 		if cmd.Name() == "completion" {
 			group(cmd)
 		}
+	}
+	if parent, ok := config.Variable("TRACEPARENT"); ok {
+		ctx = client.WithTraceparent(ctx, parent)
 	}
 	cmd, err := root.ExecuteContextC(ctx)
 	a.path = cmd.CommandPath()
