@@ -51,7 +51,6 @@ var (
 // yet.
 const withoutDoc = `
 	internal/api
-	internal/audit
 	internal/bench
 	internal/driver/gvisor
 	internal/driver/gvisor/sentry
@@ -60,7 +59,6 @@ const withoutDoc = `
 	internal/guest/proc
 	internal/guest/wire
 	internal/lifecycle
-	internal/store/sqlite
 	internal/template
 	internal/template/source
 `
@@ -96,20 +94,8 @@ const bareFields = `
 	internal/access.Caller.Principal internal/access.Caller.Role
 	internal/access.Request.Action internal/access.Request.Caller internal/access.Request.Resource
 	internal/access.Resource.Session
-	internal/audit.Closeout.CreatedAt internal/audit.Closeout.EndedAt internal/audit.Closeout.Owner internal/audit.Closeout.Reason internal/audit.Closeout.Result internal/audit.Closeout.SealedAt internal/audit.Closeout.Session internal/audit.Closeout.StartedAt
-	internal/audit.Decision.Verdict
-	internal/audit.Entry.Action internal/audit.Entry.Actor internal/audit.Entry.Outcome
-	internal/audit.Event.Action internal/audit.Event.Actor internal/audit.Event.Outcome internal/audit.Event.Ref internal/audit.Event.Sandbox internal/audit.Event.Session internal/audit.Event.Version
-	internal/audit.Fault.Why
-	internal/audit.Head.Session
-	internal/audit.Intent.Action internal/audit.Intent.Ref internal/audit.Intent.Seq
-	internal/audit.Log.Count internal/audit.Log.Counts internal/audit.Log.First internal/audit.Log.Last
-	internal/audit.Report.Counts internal/audit.Report.Events internal/audit.Report.Open internal/audit.Report.Sealed internal/audit.Report.SealedAt internal/audit.Report.Session
-	internal/audit.Seal.PayloadType internal/audit.Seal.Signatures
-	internal/audit.Signature.KeyID internal/audit.Signature.Sig
-	internal/audit.Statement.Predicate internal/audit.Statement.PredicateType internal/audit.Statement.Subject internal/audit.Statement.Type
-	internal/audit.Stored.Event
-	internal/audit.Subject.Digest internal/audit.Subject.Name
+	internal/audit.Head.Record
+	internal/audit.Heads.System
 	internal/driver.Capabilities.Export internal/driver.Capabilities.Pause internal/driver.Capabilities.Snapshot
 	internal/driver.Check.Got internal/driver.Check.OK internal/driver.Check.Want
 	internal/driver.Exit.At

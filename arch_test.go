@@ -41,7 +41,7 @@ cmd/bivy-sentry                   : driver/gvisor/sentry
 internal/access                   : audit kind session
 internal/api                      : access audit auth client driver kind lifecycle secret session template
 internal/api/apitest              : access api audit auth client driver kind lifecycle session template
-internal/audit                    : kind session
+internal/audit                    : kind session trace
 internal/auth                     : access durable kind secret session
 internal/bench                    : bundle cgroup client config kind
 internal/bundle                   : kind
@@ -116,7 +116,7 @@ var fences = []fence{
 	{of: "internal/poll", only: "internal/poll internal/kind", std: true, pending: true, why: "it is a leaf: standard library and kind only"},
 	{of: "internal/dirlock", only: "internal/dirlock internal/kind", std: true, pending: true, why: "it is a leaf: standard library and kind only"},
 	{of: "internal/argv", only: "internal/argv internal/kind", std: true, pending: true, why: "it is a leaf: standard library and kind only"},
-	{of: "internal/access", only: "internal/access internal/audit internal/session internal/kind", std: true, why: "a decision depends on the request, not on the part that asks"},
+	{of: "internal/access", only: "internal/access internal/audit internal/trace internal/session internal/kind", std: true, why: "a decision depends on the request, not on the part that asks"},
 	{of: "internal/sandbox", only: "internal/sandbox internal/driver internal/session internal/kind internal/argv", std: true, why: "it is the vocabulary that node and lifecycle share"},
 	{of: "internal/audit", only: "internal/audit internal/trace internal/session internal/kind", std: true, why: "checking a record should take little code"},
 	{of: "internal/guest cmd/bivy-guest", only: "cmd/bivy-guest internal/guest internal/guest/ internal/kind internal/argv", why: "the guest contains nothing of the control plane"},

@@ -33,8 +33,12 @@ func atMost(n int) cobra.PositionalArgs {
 	}
 }
 
+// onlyGroup annotates commands that do nothing but hold subcommands.
+const onlyGroup = "group"
+
 // group makes cmd a command that only has subcommands: alone it shows its help.
 func group(cmd *cobra.Command) *cobra.Command {
+	cmd.Annotations = map[string]string{onlyGroup: "true"}
 	cmd.Args = func(cmd *cobra.Command, args []string) error {
 		if len(args) == 0 {
 			return nil

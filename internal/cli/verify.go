@@ -292,6 +292,10 @@ func checkHeads(ctx context.Context, c *client.Client, held heldHeads, keys []au
 			continue // the system record is verified as a whole
 		}
 		if err := checkContinued(ctx, c, string(id), o, keys); err != nil {
+			var fault *audit.Fault
+			if errors.As(err, &fault) { // its line is one of an export that the caller never saw
+				err = kind.Errorf(kind.Invalid, "event %d: %s", fault.Seq, fault.Why)
+			}
 			return found, fmt.Errorf("%s: %w", o.Record, err)
 		}
 	}
