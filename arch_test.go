@@ -48,8 +48,10 @@ internal/bundle                   : kind
 internal/bundle/pack              : bundle
 internal/cgroup                   : kind
 internal/cli                      : audit client config kind session
+internal/clip                     :
 internal/config                   : kind
 internal/daemon                   : access api audit auth bench bundle cli client config doctor driver driver/fake driver/gvisor durable guest/guestclient guest/wire kind lifecycle node secret session snapshot store/sqlite template
+internal/dirlock                  : kind
 internal/doctor                   : bundle cgroup client config kind template
 internal/doctor/missing           : doctor template
 internal/driver                   : session
@@ -78,6 +80,7 @@ internal/leakcheck                :
 internal/lifecycle                : audit driver guest/guestclient guest/wire hostclock kind session
 internal/link                     :
 internal/node                     : driver guest/guestclient guest/wire hostclock kind lifecycle session
+internal/poll                     :
 internal/sandbox                  : driver session
 internal/secret                   :
 internal/session                  : kind
@@ -113,13 +116,15 @@ var fences = []fence{
 	{of: "internal/session", only: "internal/session internal/kind", std: true, why: "it is vocabulary"},
 	{of: "internal/secret", only: "internal/secret", std: true, why: "a type that hides what it holds depends on nothing"},
 	{of: "internal/trace", only: "internal/trace internal/kind", std: true, why: "it is a leaf: standard library and kind only"},
-	{of: "internal/poll", only: "internal/poll internal/kind", std: true, pending: true, why: "it is a leaf: standard library and kind only"},
-	{of: "internal/dirlock", only: "internal/dirlock internal/kind", std: true, pending: true, why: "it is a leaf: standard library and kind only"},
+	{of: "internal/durable", only: "internal/durable internal/kind", std: true, why: "it is a leaf: standard library and kind only"},
+	{of: "internal/poll", only: "internal/poll internal/kind", std: true, why: "it is a leaf: standard library and kind only"},
+	{of: "internal/clip", only: "internal/clip internal/kind", std: true, why: "it is a leaf: standard library and kind only"},
+	{of: "internal/dirlock", only: "internal/dirlock internal/kind", std: true, why: "it is a leaf: standard library and kind only"},
 	{of: "internal/argv", only: "internal/argv internal/kind", std: true, pending: true, why: "it is a leaf: standard library and kind only"},
-	{of: "internal/access", only: "internal/access internal/audit internal/trace internal/session internal/kind", std: true, why: "a decision depends on the request, not on the part that asks"},
+	{of: "internal/access", only: "internal/access internal/audit internal/trace internal/clip internal/durable internal/session internal/kind", std: true, why: "a decision depends on the request, not on the part that asks"},
 	{of: "internal/sandbox", only: "internal/sandbox internal/driver internal/session internal/kind internal/argv", std: true, why: "it is the vocabulary that node and lifecycle share"},
-	{of: "internal/audit", only: "internal/audit internal/trace internal/session internal/kind", std: true, why: "checking a record should take little code"},
-	{of: "internal/guest cmd/bivy-guest", only: "cmd/bivy-guest internal/guest internal/guest/ internal/kind internal/argv", why: "the guest contains nothing of the control plane"},
+	{of: "internal/audit", only: "internal/audit internal/trace internal/clip internal/durable internal/session internal/kind", std: true, why: "checking a record should take little code"},
+	{of: "internal/guest cmd/bivy-guest", only: "cmd/bivy-guest internal/guest internal/guest/ internal/kind internal/argv internal/clip internal/poll", why: "the guest contains nothing of the control plane"},
 	{of: "cmd/bivy-sentry", only: "cmd/bivy-sentry internal/driver/gvisor/sentry internal/driver/gvisor/bootflags", why: "every sandbox executes it: no SQL, no HTTP, no command line"},
 	{of: "internal/journal", never: "internal/store internal/node internal/driver/ internal/api internal/daemon internal/lifecycle internal/workload", pending: true, why: "it writes records through the store that the daemon gives it"},
 	{of: "internal/workload", never: "internal/store internal/node internal/driver/ internal/api internal/daemon internal/link internal/cgroup internal/template", pending: true, why: "commands and files reach the sandbox through interfaces that the daemon fills"},
@@ -127,7 +132,7 @@ var fences = []fence{
 	{of: "internal/node", never: "internal/journal internal/workload internal/store internal/auth internal/driver/ internal/api internal/daemon internal/link internal/cgroup internal/template", why: "a node knows sandboxes and the driver contract; it cannot reach the database"},
 	{of: "internal/node", never: "internal/lifecycle", why: "a node does what it is asked to and does not know why it is asked"},
 	{of: "internal/api", except: "internal/api/apitest", never: "internal/store internal/node internal/driver/ internal/daemon internal/link internal/cgroup internal/bundle", why: "the API cannot reach a driver, a node or a database: it calls lifecycle and workload"},
-	{of: "internal/cli", only: "internal/cli client internal/config internal/audit internal/trace internal/session internal/kind internal/argv internal/dirlock internal/poll", why: "the command line is a client like any other: what REST does not offer, its caller passes in"},
+	{of: "internal/cli", only: "internal/cli client internal/config internal/audit internal/trace internal/session internal/kind internal/argv internal/clip internal/dirlock internal/durable internal/poll", why: "the command line is a client like any other: what REST does not offer, its caller passes in"},
 	{of: "internal/store", except: "internal/store/storetest", never: "internal/lifecycle internal/workload internal/journal internal/node internal/driver internal/api internal/guest internal/link internal/cgroup internal/template internal/daemon", why: "a store keeps rows"},
 	{of: "internal/driver", never: "internal/store internal/lifecycle internal/workload internal/journal internal/node internal/api internal/daemon internal/template", why: "a driver isolates, and knows sandboxes only"},
 	{of: "internal/template", never: "internal/store internal/lifecycle internal/workload internal/journal internal/node internal/driver internal/api internal/daemon", why: "images are built from hostile input, by code that reaches no other part"},
