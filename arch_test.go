@@ -86,7 +86,7 @@ internal/secret                   :
 internal/session                  : kind
 internal/snapshot                 : driver durable kind session
 internal/store/sqlite             : audit auth hostclock kind session
-internal/store/storetest          : audit kind lifecycle session
+internal/store/storetest          : audit kind session
 internal/template                 : kind template/debian template/image template/source template/tree
 internal/template/debian          : kind template/source template/tree
 internal/template/image           : template/tree
