@@ -271,7 +271,7 @@ func (v *verifier) erasures(c *chain, announced spans) error {
 // lacks a head that it must contain.
 func (v *verifier) finish(erased uint64, chains ...*chain) error {
 	if erased > 0 && !v.options.AllowErased {
-		return kind.Wrap(kind.Invalid, v.fault("%d payloads were erased, as events of the record announce", erased)).(*kind.Error).
+		return kind.Wrap(kind.Invalid, v.fault("%s erased, as the record announces", count(erased, "payload"))).(*kind.Error).
 			WithHint("to accept announced erasures: --allow-erased")
 	}
 	for _, c := range chains {
