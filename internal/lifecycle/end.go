@@ -11,10 +11,10 @@ import (
 
 	"bivy/internal/access"
 	"bivy/internal/audit"
+	"bivy/internal/clip"
 	"bivy/internal/journal"
 	"bivy/internal/kind"
 	"bivy/internal/session"
-	"bivy/internal/text"
 	"bivy/internal/workgroup"
 )
 
@@ -319,7 +319,7 @@ const measureTime = 2 * time.Second
 func (m *Manager) measure(ctx context.Context, id session.SandboxID) (journal.Result, error) {
 	s, err := m.o.Node.Stats(ctx, id)
 	if kind.Is(err, kind.NotFound) || kind.Is(err, kind.Unavailable) {
-		return journal.Result{Facts: map[string]any{"unknown": text.Cut(err.Error(), journal.MaxErrorText)}}, nil
+		return journal.Result{Facts: map[string]any{"unknown": clip.Counted(err.Error(), journal.MaxErrorText)}}, nil
 	}
 	if err != nil {
 		return journal.Result{}, err
@@ -344,7 +344,7 @@ func (m *Manager) kill(ctx context.Context, id session.SandboxID) (journal.Resul
 	}
 	facts := map[string]any{"found": removal.Found}
 	if removal.Earlier != "" {
-		facts["destroyed_before_by"] = text.Cut(removal.Earlier, journal.MaxErrorText)
+		facts["destroyed_before_by"] = clip.Counted(removal.Earlier, journal.MaxErrorText)
 	}
 	return journal.Result{Facts: facts}, nil
 }
