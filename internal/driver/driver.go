@@ -175,9 +175,25 @@ type Exporter interface {
 	// ExportChanges writes the writable layer to w as a tar stream: changed
 	// and new files whole, deletions as OCI whiteouts (".wh." names), opaque
 	// directories as ".wh..wh..opq". A guest may name its own files so too:
-	// only entries with the PAX record WhiteoutRecord mean it. The sandbox
-	// must not be destroyed; it may be paused.
-	ExportChanges(ctx context.Context, id session.SandboxID, w io.Writer) error
+	// only entries with the PAX record WhiteoutRecord mean it. The report
+	// names what the guest has outside the writable layer, which is not in
+	// the stream. The sandbox must not be destroyed; it may be paused.
+	ExportChanges(ctx context.Context, id session.SandboxID, w io.Writer) (ChangeReport, error)
+}
+
+// ChangeReport says what an export of changes does not hold.
+type ChangeReport struct {
+	// Outside lists every place outside the writable layer that holds files
+	// of the guest.
+	Outside []Outside
+}
+
+// Outside is a place that is not part of the writable layer.
+type Outside struct {
+	Path  string // in the guest
+	Files int64  // entries below it
+	Bytes int64  // in its regular files
+	Guest bool   // the guest mounted it; false: it is there from the start
 }
 
 // Statter is implemented by drivers that can measure a sandbox.

@@ -363,7 +363,7 @@ func TestExportIsOCI(t *testing.T) {
 	if err := d.Pause(t.Context(), id); err != nil {
 		t.Fatal(err)
 	}
-	if err := d.ExportChanges(t.Context(), id, &b); err != nil {
+	if _, err := d.ExportChanges(t.Context(), id, &b); err != nil {
 		t.Fatal(err)
 	}
 	names := map[string]byte{}
@@ -424,7 +424,7 @@ func TestRecoverWhilePaused(t *testing.T) {
 	}
 	size := func() int64 {
 		var b bytes.Buffer
-		if err := d.ExportChanges(t.Context(), r.ID, &b); err != nil {
+		if _, err := d.ExportChanges(t.Context(), r.ID, &b); err != nil {
 			t.Fatal(err)
 		}
 		for r := tar.NewReader(&b); ; {
@@ -459,7 +459,10 @@ func TestExportOfLargeFilesAndForgedNames(t *testing.T) {
 		t.Fatal(err)
 	}
 	read, write := io.Pipe()
-	go func() { write.CloseWithError(d.ExportChanges(t.Context(), id, write)) }() // ends with the read below
+	go func() { // ends with the read below
+		_, err := d.ExportChanges(t.Context(), id, write)
+		write.CloseWithError(err)
+	}()
 	sizes, marked := map[string]int64{}, map[string]bool{}
 	for r := tar.NewReader(read); ; {
 		h, err := r.Next()

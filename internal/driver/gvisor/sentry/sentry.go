@@ -52,6 +52,7 @@ func Main() {
 		}
 		os.Args = args
 		spareProcessors(args)
+		serveChanges()
 	}
 	UsePrecompiled()
 	const internal = "internal use only"
