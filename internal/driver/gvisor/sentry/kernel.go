@@ -37,7 +37,8 @@ func noteKernel() {
 
 // field returns the address of a field of a struct of gVisor's that is not
 // exported. It fails when the struct has no such field or the field is of
-// another type, as it may be after an upgrade; TestFields finds that out.
+// another type, as it may be after an upgrade: every test of the driver that
+// exports changes finds that out.
 func field[T any](structure reflect.Value, name string) (*T, error) {
 	for structure.Kind() == reflect.Pointer || structure.Kind() == reflect.Interface {
 		if structure.IsNil() {

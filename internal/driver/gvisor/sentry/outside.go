@@ -1,6 +1,7 @@
 package sentry
 
 import (
+	"cmp"
 	"errors"
 	"math"
 	"reflect"
@@ -19,8 +20,8 @@ import (
 // lastStartMount is the highest mount id that gVisor gives while it starts a
 // sandbox with the mounts of our spec. Ids are never used again and are saved
 // in snapshots, so that a mount with a higher one is the guest's.
-// TestMountsOfTheStart of the driver finds a change of gVisor's.
-const lastStartMount = 0
+// TestChangesCannotBeSteered of the driver finds a change of gVisor's.
+const lastStartMount = 25
 
 // noFiles are types of file systems in which a guest keeps no files: what they
 // show is made by the kernel, or is counted where it is stored.
@@ -68,7 +69,9 @@ func (c *collector) outside(all []*vfs.Filesystem, upper *vfs.Filesystem, seen u
 			found = append(found, o)
 		}
 	}
-	slices.SortFunc(found, func(a, b bootflags.Outside) int { return strings.Compare(a.Path, b.Path) })
+	slices.SortFunc(found, func(a, b bootflags.Outside) int {
+		return cmp.Or(strings.Compare(a.Path, b.Path), cmp.Compare(a.Bytes, b.Bytes), cmp.Compare(a.Files, b.Files))
+	})
 	for i := range found {
 		if len(found[i].Path) > bootflags.MaxOutsidePath {
 			found[i].Path = found[i].Path[:bootflags.MaxOutsidePath-3] + "..."
@@ -98,7 +101,7 @@ func (c *collector) places() map[*vfs.Filesystem]place {
 		found[m.Filesystem()] = place{m.ID, path}
 	}
 	mounts := c.v.GetAllMounts(c.ctx)
-	slices.SortFunc(mounts, func(a, b *vfs.Mount) int { return int(min(max(int64(a.ID)-int64(b.ID), -1), 1)) })
+	slices.SortFunc(mounts, func(a, b *vfs.Mount) int { return cmp.Compare(a.ID, b.ID) })
 	for _, m := range mounts {
 		add(m)
 		m.DecRef(c.ctx)
@@ -186,6 +189,8 @@ func plus(a, b int64) int64 {
 // devLinks are the symbolic links that gVisor makes in /dev.
 var devLinks = map[string]string{
 	"fd": "/proc/self/fd", "stdin": "/proc/self/fd/0", "stdout": "/proc/self/fd/1", "stderr": "/proc/self/fd/2", "ptmx": "pts/ptmx",
+	"char/1:3": "../null", "char/1:5": "../zero", "char/1:7": "../full", "char/1:8": "../random", "char/1:9": "../urandom", "char/5:0": "../tty",
+	"char/10:200": "../net/tun", "char/10:229": "../fuse",
 }
 
 // isDevice reports whether a file of /dev is a device, which holds nothing of
