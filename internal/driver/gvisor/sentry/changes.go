@@ -67,7 +67,7 @@ func writeChanges(w io.Writer) (err error) {
 	if k == nil {
 		return errors.New("the guest has not run yet")
 	}
-	c := collector{k: k, v: k.VFS(), ctx: k.SupervisorContext(), creds: auth.NewRootCredentials(k.RootUserNamespace()), until: time.Now().Add(collectLimit), left: maxEntries}
+	c := collector{k: k, v: k.VFS(), ctx: k.SupervisorContext(), creds: auth.NewRootCredentials(k.RootUserNamespace())}
 	all, err := filesystems(c.v)
 	if err != nil {
 		return err
@@ -103,13 +103,9 @@ func writeChanges(w io.Writer) (err error) {
 	return errors.Join(c.tar.Close(), buffered.Flush())
 }
 
-// Bounds of one collection: a guest chooses how much there is to look at.
+// Bounds of the export. Its length is bounded by its reader, who closes the
+// pipe.
 const (
-	// collectLimit ends the count of what lies outside; the export itself is
-	// bounded by its reader, who closes the pipe.
-	collectLimit = 20 * time.Second
-	// maxEntries bounds the directory entries that are looked at.
-	maxEntries = 4 << 20
 	// maxPath bounds a path in bytes. Each directory of a deep tree would
 	// otherwise repeat the names of all above it.
 	maxPath = 32 << 10
@@ -129,8 +125,8 @@ type collector struct {
 	out    *output
 	tar    *tar.Writer
 	report bootflags.Report
-	until  time.Time
-	left   int // entries that may still be looked at
+	until  time.Time // when a count ends
+	left   int       // entries that a count may still look at
 	buffer []byte
 }
 
@@ -205,7 +201,7 @@ var errBudget = errors.New("there is more than can be looked at")
 const batch = 512
 
 // walk calls visit for every file of a tmpfs but its root, each directory
-// before what is in it.
+// before what is in it. A bounded walk may end with errBudget.
 func (c *collector) walk(m *vfs.Mount, bounded bool, visit func(entry) error) error {
 	root := vfs.MakeVirtualDentry(m, m.Root())
 	type level struct {
@@ -256,8 +252,10 @@ func (c *collector) walk(m *vfs.Mount, bounded bool, visit func(entry) error) er
 		if top.path != "" {
 			e.path = top.path + "/" + e.name
 		}
-		if c.left--; bounded && (c.left < 0 || time.Now().After(c.until)) {
-			return errBudget
+		if bounded {
+			if c.left--; c.left < 0 || time.Now().After(c.until) {
+				return errBudget
+			}
 		}
 		if len(e.path) > maxPath {
 			c.lose(1, "a path has more than %d bytes", maxPath)

@@ -7,6 +7,7 @@ import (
 	"reflect"
 	"slices"
 	"strings"
+	"time"
 
 	"gvisor.dev/gvisor/pkg/abi/linux"
 	"gvisor.dev/gvisor/pkg/atomicbitops"
@@ -22,6 +23,13 @@ import (
 // in snapshots, so that a mount with a higher one is the guest's.
 // TestChangesCannotBeSteered of the driver finds a change of gVisor's.
 const lastStartMount = 25
+
+// Bounds of the count: a guest chooses how much there is to look at.
+const (
+	countLimit = 20 * time.Second
+	maxEntries = 4 << 20 // directory entries
+	maxPlaces  = 4096    // file systems that get their path
+)
 
 // noFiles are types of file systems in which a guest keeps no files: what they
 // show is made by the kernel, or is counted where it is stored.
@@ -40,6 +48,7 @@ type place struct {
 // system that the kernel has, mounted or not. seen is how many inodes of the
 // layer have a name.
 func (c *collector) outside(all []*vfs.Filesystem, upper *vfs.Filesystem, seen uint64) {
+	c.until, c.left = time.Now().Add(countLimit), maxEntries
 	places := c.places()
 	var found []bootflags.Outside
 	for _, fs := range all {
@@ -94,9 +103,12 @@ func (c *collector) places() map[*vfs.Filesystem]place {
 		if p, ok := found[m.Filesystem()]; ok && p.id <= m.ID {
 			return
 		}
-		path, err := c.v.PathnameWithDeleted(c.ctx, vfs.VirtualDentry{}, vfs.MakeVirtualDentry(m, m.Root()))
-		if err != nil || path == "" {
-			path = "(unknown)"
+		path := "(unnamed)"
+		// Mounts can be nested as deep as there are mounts: a path is as long.
+		if len(found) < maxPlaces && time.Now().Before(c.until) {
+			if p, err := c.v.PathnameWithDeleted(c.ctx, vfs.VirtualDentry{}, vfs.MakeVirtualDentry(m, m.Root())); err == nil && p != "" {
+				path = p
+			}
 		}
 		found[m.Filesystem()] = place{m.ID, path}
 	}
