@@ -46,6 +46,7 @@ func Main() {
 		}
 		os.Args = args
 		spareProcessors(args)
+		serveChanges()
 	}
 	UsePrecompiled()
 	const internal = "internal use only"
