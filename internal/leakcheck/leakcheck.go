@@ -22,6 +22,8 @@ import (
 	"strconv"
 	"strings"
 	"time"
+
+	"bivy/internal/poll"
 )
 
 // Kind is a kind of thing that can be left behind.
@@ -109,23 +111,23 @@ func Compare(before, after Snapshot) Diff {
 func Settle(ctx context.Context, w Where, before Snapshot, patience time.Duration) (Diff, error) {
 	ctx, cancel := context.WithTimeout(ctx, patience)
 	defer cancel()
-	tick := time.NewTicker(20 * time.Millisecond)
-	defer tick.Stop()
-	for {
-		now, err := Take(w)
-		if err != nil {
-			return nil, err
+	var grown Diff
+	var failed error
+	waited := poll.Until(ctx, poll.Every(20*time.Millisecond), func() (bool, error) {
+		var now Snapshot
+		if now, failed = Take(w); failed != nil {
+			return true, nil
 		}
-		grown := Compare(before, now).Grown()
-		if len(grown) == 0 {
-			return nil, nil
-		}
-		select {
-		case <-tick.C:
-		case <-ctx.Done():
-			return grown, nil
-		}
+		grown = Compare(before, now).Grown()
+		return len(grown) == 0, nil
+	})
+	if failed != nil {
+		return nil, failed
 	}
+	if waited != nil {
+		return grown, nil // time is up: what is left is the answer
+	}
+	return nil, nil
 }
 
 // TB is the part of testing.TB that Check needs.
