@@ -175,11 +175,11 @@ func TestChangesCannotBeSteered(t *testing.T) {
 					}
 					for name, text := range want {
 						if got, ok := c.files[name]; !ok || got != text {
-							t.Errorf("restored %t, paused %t: %s holds %q (%t), want %q", from != "", paused, name, got, ok, text)
+							t.Errorf("restored %t, paused %t: %s holds %q (%t), want %q", from != nil, paused, name, got, ok, text)
 						}
 					}
 					if diff := cmp.Diff(test.outside, c.outside); diff != "" {
-						t.Errorf("restored %t, paused %t: outside (-want +got):\n%s", from != "", paused, diff)
+						t.Errorf("restored %t, paused %t: outside (-want +got):\n%s", from != nil, paused, diff)
 					}
 				}
 				if err := d.Destroy(t.Context(), id); err != nil {
