@@ -94,7 +94,7 @@ func fileSizes() ([]Figure, error) {
 
 func rollup(pid int) string { return fmt.Sprintf("/proc/%d/smaps_rollup", pid) }
 
-// private is the memory of a process that it shares with nobody.
+// private is the memory of a process that it shares with no other.
 func private(pid int) int64 {
 	return kib(rollup(pid), "Private_Clean") + kib(rollup(pid), "Private_Dirty")
 }
@@ -160,7 +160,7 @@ func (b *bench) idle(ctx context.Context, s *server) ([]Figure, error) {
 	for _, f := range []*Figure{&all, &machine, &server, &kernel} {
 		f.N = idleSandboxes
 	}
-	machine.Note = "of the whole machine, whoever else was at work"
+	machine.Note = "of the whole machine, other processes included"
 	seen, err := seenInside(ctx, sessions[0])
 	if err != nil {
 		return nil, err

@@ -39,8 +39,8 @@ type Manifest struct {
 	SHA256 map[string]string `json:"sha256"` // hex, of the uncompressed binary
 }
 
-// ErrMissing says that this bivy was built without its payload.
-var ErrMissing = kind.Errorf(kind.Unavailable, "this bivy was built without %s and %s", Sentry, Guest).
+// errMissing says that this bivy was built without its payload.
+var errMissing = kind.Errorf(kind.Unavailable, "this bivy was built without %s and %s", Sentry, Guest).
 	WithHint("build it with: make build")
 
 // Load reads the manifest.
@@ -48,7 +48,7 @@ func Load() (Manifest, error) {
 	var m Manifest
 	b, err := payload.ReadFile("payload/manifest.json")
 	if errors.Is(err, fs.ErrNotExist) {
-		return m, ErrMissing
+		return m, errMissing
 	}
 	if err != nil {
 		return m, err
@@ -87,7 +87,7 @@ func (m Manifest) Unpack(dir, name string) (string, error) {
 func (m Manifest) Open(name string) ([]byte, error) {
 	packed, err := payload.ReadFile("payload/" + name + ".zst")
 	if err != nil {
-		return nil, ErrMissing
+		return nil, errMissing
 	}
 	dec, err := zstd.NewReader(nil)
 	if err != nil {

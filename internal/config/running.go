@@ -33,7 +33,7 @@ const runningFile = "server.json"
 // has ended.
 const (
 	LockPatience = 3 * time.Second
-	LockInterval = 20 * time.Millisecond // between looks; a lock tells nobody when it is free
+	LockInterval = 20 * time.Millisecond // between two tries: the release of a lock gives no event
 )
 
 // LockPath is the file of a run directory that the process using it has locked.

@@ -1,23 +1,3 @@
-// Package guest is what the agent inside a sandbox does: it is process 1,
-// starts and reaps everything else, and serves the host (and, through it, the
-// clients) over one port: the process and filesystem services, file content,
-// metrics, initialisation.
-//
-// # Who may ask
-//
-// The host initialises the agent with a token, and every request but a health
-// check needs that token or, for files, a signature made with it. The agent
-// runs as root, and the programs it is there to contain can reach its port, so
-// a connection that comes from inside the sandbox never gets anything without
-// the token and can never initialise. Until the first initialisation nothing
-// is served at all. An initialisation may leave the token empty: then the host
-// needs none.
-//
-// # Limits
-//
-// They are constants beside what they limit: request sizes in package wire,
-// processes in proc, watchers and listings in files and watch, connections and
-// times here.
 package guest
 
 import (

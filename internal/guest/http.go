@@ -58,7 +58,7 @@ func (a *Agent) refuse(w http.ResponseWriter, r *http.Request, err error) {
 		h.Set(wire.HeaderReason, string(refused.Why))
 	}
 	w.WriteHeader(refused.Status)
-	// The client may have gone; there is nobody else to tell.
+	// An error here means that the client has gone, so it cannot be reported.
 	_ = json.NewEncoder(w).Encode(wire.ErrorBody{Code: refused.Status, Message: refused.Text})
 }
 
@@ -205,7 +205,7 @@ func (a *Agent) authoriseFile(r *http.Request, operation, token string) error {
 type signed struct{ path, operation, user, signature, expiration string }
 
 // checkSignature checks the signature first and the expiry then, so that an
-// expiry nobody signed is never believed.
+// expiry is used only when the signature covers it.
 func checkSignature(s signed, token string, now time.Time) error {
 	if s.signature == "" {
 		return refused(http.StatusUnauthorized, "missing signature query parameter")

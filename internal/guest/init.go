@@ -30,8 +30,8 @@ const clockSlack = 20 * time.Millisecond
 const hostsMark = "# bivy"
 
 // serveInit answers POST /init, which only the host may send. The first one
-// needs no token, since nobody has been given one; each later one, as after a
-// restore, needs the current.
+// needs no token, because none is set yet; each later one, as after a restore,
+// needs the current token.
 func (a *Agent) serveInit(w http.ResponseWriter, r *http.Request) error {
 	if err := method(r, http.MethodPost); err != nil {
 		return err
@@ -169,8 +169,8 @@ func (a *Agent) nameInHosts(name string) error {
 // maxHosts bounds what is read and written again of a hosts file.
 const maxHosts = 1 << 20
 
-// readSmall reads a file that whoever had the sandbox before may have put
-// there: a pipe would never answer, and a huge file would take all memory.
+// readSmall reads a file that programs in the sandbox may have replaced: reading
+// a pipe would block for ever, and a huge file would take all memory.
 func readSmall(path string) ([]byte, error) {
 	f, err := os.OpenFile(path, os.O_RDONLY|unix.O_NONBLOCK, 0)
 	if err != nil {

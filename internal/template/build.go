@@ -34,8 +34,8 @@ const formatVersion = 1
 // caller that waits for it is gone. Nothing half-made is left after a failure.
 // progress may be nil.
 //
-// The template is kept for the grace period even without a name; whoever uses
-// it takes a lease within it.
+// The template is kept for the grace period even without a name. A caller that
+// uses it longer takes a lease within that time.
 func (s *Store) Build(ctx context.Context, spec Spec, progress Progress) (Template, error) {
 	t, err := s.buildDigest(ctx, spec, progress)
 	if err != nil {

@@ -203,7 +203,7 @@ func (s *Store) checkVersion() error {
 
 // sweepNames drops names and build keys that name no template, or one that is
 // gone, which happens when a removal was cut short. One that cannot be read
-// now may be read tomorrow, and stays.
+// now stays: the reason may be temporary.
 func (s *Store) sweepNames() error {
 	for _, dir := range []string{refsDir, buildsDir} {
 		err := fs.WalkDir(s.root.FS(), dir, func(name string, d fs.DirEntry, err error) error {
@@ -523,8 +523,8 @@ func (s *Store) Remove(nameOrDigest string) error {
 	return s.discardLocked(t.Digest)
 }
 
-// discardLocked removes a template's directory: in one rename for everyone
-// who looks, then file by file.
+// discardLocked removes a template's directory. It is renamed first, so that it
+// disappears in one step, and then removed file by file.
 func (s *Store) discardLocked(digest Digest) error {
 	trash := tmpDir + "/trash-" + digest.Hex()
 	if err := s.root.RemoveAll(trash); err != nil {

@@ -1,6 +1,3 @@
-// Package template makes and keeps the environments that sandboxes start
-// from: files of many kinds of sources become one immutable EROFS image, kept
-// with its defaults under the hash of both.
 package template
 
 import (

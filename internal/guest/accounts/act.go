@@ -18,8 +18,8 @@ const keep = ^uintptr(0)
 // off. Whatever paths fn follows, symbolic links of the user's making
 // included, the kernel lets it do only what the user could do.
 //
-// The real and saved ids stay root's, so nobody but root can signal or trace
-// the thread meanwhile. fn must do its work itself: goroutines it starts have
+// The real and saved ids stay root's, so only root can signal or trace the
+// thread meanwhile. fn must do its work itself: goroutines it starts have
 // the agent's rights.
 func (u User) Do(fn func() error) error {
 	if u.UID == 0 {

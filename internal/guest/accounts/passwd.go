@@ -230,8 +230,8 @@ func lines(text []byte) func(func(string) bool) {
 	}
 }
 
-// parseID parses a user or group number. The highest one means "no change" to
-// the kernel's calls, so it is nobody's.
+// parseID parses a user or group number. The highest one is
+// refused: in system calls it means "no change".
 func parseID(s string) (uint32, error) {
 	n, err := strconv.ParseUint(s, 10, 32)
 	if err != nil || n == 1<<32-1 {

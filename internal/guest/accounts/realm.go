@@ -63,8 +63,9 @@ func (r *Realm) Update(s Settings) {
 	}
 }
 
-// User returns the account called name, or the default one for "". A default
-// that nobody chose and that the guest does not have is root.
+// User returns the account called name, or the default one for "". If
+// the host has chosen no default, and the guest has no account of the built-in
+// default name, that is root.
 func (r *Realm) User(name string) (User, error) {
 	if name == "" {
 		r.mu.Lock()

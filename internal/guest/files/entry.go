@@ -1,9 +1,3 @@
-// Package files is what the agent does with the guest's files: the filesystem
-// service of package wire and the plain HTTP endpoints for content.
-//
-// Every path is used with the rights of the user a request acts as
-// (accounts.User.Do). So no check here guards against symbolic links, odd
-// paths or races: the kernel refuses what the user may not do.
 package files
 
 import (

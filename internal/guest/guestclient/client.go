@@ -105,9 +105,8 @@ func (c *Client) Token() string {
 	return c.token
 }
 
-// SetToken changes the token, e.g. when another client of the same agent has
-// initialised it.
-func (c *Client) SetToken(token string) {
+// setToken makes later requests use token.
+func (c *Client) setToken(token string) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.token = token

@@ -200,7 +200,7 @@ func (c *Client) Init(ctx context.Context, init wire.InitRequest) (InitResult, e
 	if err != nil {
 		return InitResult{}, err
 	}
-	c.SetToken(init.AccessToken)
+	c.setToken(init.AccessToken)
 	return res, nil
 }
 

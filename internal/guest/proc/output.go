@@ -73,8 +73,8 @@ type subscriber struct {
 	gone   chan struct{} // closed when the stream has ended
 }
 
-// fanout hands the output of one process to whoever follows it. A follower
-// that is slow slows the process down, as a pipe would; one that is gone does
+// fanout passes the output of one process to its followers. A slow follower
+// makes the process wait, as a full pipe does; a follower that has gone does
 // not. Without followers the output is dropped.
 type fanout struct {
 	pool *chunkPool

@@ -1,6 +1,3 @@
-// Package proc starts and owns the processes of a guest: it is the process
-// service of the agent and, below it, what a process with id 1 owes the
-// system, reaping every orphan.
 package proc
 
 import (

@@ -20,8 +20,8 @@ import (
 	pb "bivy/internal/guest/wire/gen/process"
 )
 
-// start starts what msg asks for as u, and subscribes to it before it can say
-// a word.
+// start starts the process of msg as u, and subscribes to its output before it
+// can write any.
 func (s *Service) start(ctx context.Context, u accounts.User, msg *pb.StartRequest) (*Process, *subscriber, error) {
 	run, err := s.prepare(u, msg)
 	if err != nil {
@@ -167,12 +167,12 @@ func lookPath(cmd, dir, path string) (string, error) {
 type plumbing struct {
 	files  []uintptr  // the child's 0, 1 and 2
 	child  []int      // to be closed in the parent after the fork
-	parent []*os.File // to be closed when there is no child after all
+	parent []*os.File // to be closed when the child could not be started
 }
 
 func (l *plumbing) closeChild() {
 	for _, fd := range l.child {
-		_ = unix.Close(fd) // a pipe end nobody writes through any more
+		_ = unix.Close(fd) // a pipe end that nothing was written to cannot fail to close
 	}
 }
 

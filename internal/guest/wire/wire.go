@@ -1,9 +1,3 @@
-// Package wire is what the agent inside a sandbox and the host say to each
-// other: the generated process and filesystem services (below gen), the JSON
-// bodies of the plain HTTP endpoints, the limits both sides know, and the
-// stable reasons by which the host tells one refusal from another.
-//
-// It holds no behaviour of either side, so both may import it.
 package wire
 
 //go:generate ./generate.sh
@@ -44,8 +38,8 @@ const (
 
 // InitRequest is the body of POST /init.
 type InitRequest struct {
-	// AccessToken is the token every later request needs. Empty leaves the
-	// agent open to the host (and to nobody inside).
+	// AccessToken is the token that every later request needs. When it is
+	// empty, the host needs none, and programs inside are always refused.
 	AccessToken string `json:"accessToken,omitempty"`
 	// EnvVars replaces the environment that every process gets.
 	EnvVars map[string]string `json:"envVars,omitempty"`
