@@ -44,13 +44,13 @@ internal/api/apitest              : access api audit auth client driver kind lif
 internal/argv                     : kind
 internal/audit                    : kind session trace
 internal/auth                     : access durable kind secret session
-internal/bench                    : bundle cgroup client config kind
-internal/bundle                   : kind
+internal/bench                    : bundle cgroup client config kind poll
+internal/bundle                   : durable kind
 internal/bundle/pack              : bundle
 internal/cgroup                   : kind
 internal/cli                      : audit client config kind session
 internal/clip                     :
-internal/config                   : kind
+internal/config                   : dirlock durable kind
 internal/daemon                   : access api audit auth bench bundle cli client config doctor driver driver/fake driver/gvisor durable guest/guestclient guest/wire kind lifecycle node sandbox secret session snapshot store/sqlite template
 internal/dirlock                  : kind
 internal/doctor                   : bundle cgroup client config kind template
@@ -63,7 +63,6 @@ internal/driver/gvisor/bootflags  :
 internal/driver/gvisor/sentry     : driver/gvisor/bootflags
 internal/driver/gvisor/sentry/gen :
 internal/durable                  :
-internal/e2e                      :
 internal/guest                    : argv guest/accounts guest/files guest/proc guest/wire guest/wire/gen/filesystem/filesystemconnect guest/wire/gen/process/processconnect
 internal/guest/accounts           : guest/wire
 internal/guest/files              : guest/accounts guest/proc guest/watch guest/wire guest/wire/gen/filesystem
@@ -77,10 +76,10 @@ internal/guest/wire/gen/filesystem/filesystemconnect : guest/wire/gen/filesystem
 internal/guest/wire/gen/process   :
 internal/guest/wire/gen/process/processconnect : guest/wire/gen/process
 internal/hostclock                :
-internal/journal                  : access audit kind session text trace workgroup
+internal/journal                  : access audit clip kind session trace workgroup
 internal/kind                     :
-internal/leakcheck                :
-internal/lifecycle                : access audit driver hostclock journal kind sandbox session text workgroup workload
+internal/leakcheck                : poll
+internal/lifecycle                : access audit clip driver hostclock journal kind sandbox session workgroup workload
 internal/link                     :
 internal/node                     : audit driver durable guest/guestclient guest/wire hostclock kind sandbox session
 internal/poll                     :
@@ -90,16 +89,15 @@ internal/session                  : argv kind
 internal/snapshot                 : driver durable kind session
 internal/store/sqlite             : audit auth hostclock kind session
 internal/store/storetest          : audit kind session
-internal/template                 : kind template/debian template/image template/source template/tree
+internal/template                 : argv dirlock durable kind template/debian template/image template/source template/tree
 internal/template/debian          : kind template/source template/tree
 internal/template/image           : template/tree
 internal/template/source          : kind template/tree
 internal/template/tree            : kind
 internal/testbed                  : template
-internal/text                     :
 internal/trace                    :
 internal/workgroup                : kind
-internal/workload                 : access audit driver guest/guestclient guest/wire journal kind session text workgroup
+internal/workload                 : access argv audit clip driver guest/guestclient guest/wire journal kind session workgroup
 `
 
 // A fence limits everything that a part of the tree reaches, directly or by way

@@ -228,7 +228,7 @@ func (m *Manager) endOnce(ctx context.Context, e *managed, req endRequest, flow 
 // seal concludes what is left open and seals the record.
 func (m *Manager) seal(ctx context.Context, e *managed, s session.Session, flow *journal.Flow) (session.Session, error) {
 	if i := e.incarnation(); i != nil && !i.Drain(ctx, m.b.Drain) {
-		m.log.Warn("operations did not stop in time; the end records their outcomes as lost", "session", e.id)
+		m.log.Warn("operations did not stop in time; the end records their outcomes as lost", "session", e.id, "outcomes", e.log.PendingCount())
 	}
 	left, err := e.log.TakeOver(ctx, "end")
 	if err != nil {
@@ -476,6 +476,13 @@ func (m *Manager) releaseOverdue(ctx context.Context) error {
 	var errs []error
 	for _, id := range overdue {
 		if err := m.o.Templates.Release(ctx, string(id)); err != nil {
+			errs = append(errs, fmt.Errorf("template lease of session %s: %w", id, err))
+			continue
+		}
+		// The seal names the lease as a residual; that it is given back after
+		// all is an addendum.
+		err := m.addFact(ctx, id, audit.Entry{Action: audit.LeaseReleased, Outcome: audit.OK, Actor: journal.System, Object: "template"})
+		if err != nil {
 			errs = append(errs, fmt.Errorf("template lease of session %s: %w", id, err))
 			continue
 		}

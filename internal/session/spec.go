@@ -20,9 +20,9 @@ const SpecVersion = 1
 // Spec is what a session asks for, as code. The zero value of every field is
 // valid and is filled by WithDefaults.
 type Spec struct {
-	Version   int               `json:"version" yaml:"version"`
-	Template  string            `json:"template" yaml:"template"` // name[:tag] or sha256:…
-	Resources Resources         `json:"resources" yaml:"resources"`
+	Version   int               `json:"version" yaml:"version"`                 // SpecVersion
+	Template  string            `json:"template" yaml:"template"`               // name[:tag] or sha256:…
+	Resources Resources         `json:"resources" yaml:"resources"`             // hard limits
 	Timeout   Seconds           `json:"timeout_seconds" yaml:"timeout_seconds"` // life of the session
 	Env       map[string]string `json:"env,omitempty" yaml:"env"`               // of every process
 	User      string            `json:"user,omitempty" yaml:"user"`             // default user; empty: the template's
