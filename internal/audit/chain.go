@@ -45,6 +45,9 @@ type Head struct {
 	// Counts is how often each action occurs. It is filled where a record is
 	// sealed and nil elsewhere.
 	Counts map[Action]uint64
+	// After is the root of the sealed record that this one continues, if any. It
+	// is filled where a record is sealed and empty elsewhere.
+	After string
 }
 
 // Start returns the head of a record that has no event yet. after is the root

@@ -210,16 +210,16 @@ type AddendaHead struct {
 	SignedAt time.Time  `json:"signed_at"` // when
 }
 
-// SealAddenda signs that the addenda reach as far as h. sealed is the root of
-// the session's record.
-func (s *Signer) SealAddenda(h Head, sealed string, at time.Time) (Seal, error) {
+// SealAddenda signs that the addenda of a session reach as far as h, whose After
+// is the root of the session's record.
+func (s *Signer) SealAddenda(h Head, at time.Time) (Seal, error) {
 	id, ok := h.Record.Session()
-	if !ok || !h.Record.Addenda() || h.Seq == 0 {
+	if !ok || !h.Record.Addenda() || h.Seq == 0 || !isDigest(h.After) {
 		return Seal{}, kind.Errorf(kind.Invalid, "seal of addenda: %s with %d events are no addenda", h.Record, h.Seq)
 	}
 	root := h.Root()
 	return s.envelope(AddendaHeadType, subject(h.Record, root), AddendaHead{
-		Version: StatementVersion, Session: id, Sealed: sealed, Count: h.Seq, Head: h.Hash, Root: root, SignedAt: micro(at),
+		Version: StatementVersion, Session: id, Sealed: h.After, Count: h.Seq, Head: h.Hash, Root: root, SignedAt: micro(at),
 	})
 }
 
