@@ -20,12 +20,12 @@ import (
 // ExportChanges implements driver.Exporter. gVisor writes its upper layer as
 // a tar with overlayfs conventions: a deletion is a character device 0:0 and
 // an opaque directory has an extended attribute. Both become OCI's.
-func (d *Driver) ExportChanges(ctx context.Context, id session.SandboxID, w io.Writer) error {
+func (d *Driver) ExportChanges(ctx context.Context, id session.SandboxID, w io.Writer) (driver.ChangeReport, error) {
 	s, err := d.find(id)
 	if err != nil {
-		return err
+		return driver.ChangeReport{}, err
 	}
-	return s.do(ctx, func() error { return s.export(ctx, w) })
+	return driver.ChangeReport{}, s.do(ctx, func() error { return s.export(ctx, w) })
 }
 
 func (s *sandbox) export(ctx context.Context, w io.Writer) error {
@@ -57,7 +57,7 @@ func (s *sandbox) export(ctx context.Context, w io.Writer) error {
 	defer stop()
 	produced := make(chan error, 1)
 	go func() { // ends when the tar is written or nobody reads it any more
-		err := s.runsc.TarRootfsUpperLayer(string(s.id), write)
+		err := s.runsc.TarRootfsUpperLayer(s.slot, write)
 		produced <- errors.Join(err, write.Close())
 	}()
 	err = toOCI(w, read)
