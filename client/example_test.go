@@ -14,7 +14,7 @@ import (
 	"bivy/internal/api/apitest"
 )
 
-// exampleServer stands for a server of yours.
+// exampleServer starts a server for an example.
 func exampleServer() (url, key string, stop func()) {
 	dir, err := os.MkdirTemp("", "bivy-example-*")
 	if err != nil {
