@@ -30,8 +30,8 @@ func (h *Signing) Seal(head audit.Head, before audit.Heads, c audit.Closeout) (a
 }
 
 // SealAddenda is audit.Signer.SealAddenda with the key in use.
-func (h *Signing) SealAddenda(head audit.Head, sealed string, at time.Time) (audit.Seal, error) {
-	return h.Signer().SealAddenda(head, sealed, at)
+func (h *Signing) SealAddenda(head audit.Head, at time.Time) (audit.Seal, error) {
+	return h.Signer().SealAddenda(head, at)
 }
 
 // Rotations are the statements by which earlier keys vouch for the one in use.

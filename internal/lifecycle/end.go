@@ -412,8 +412,8 @@ func (m *Manager) carriedFacts(ctx context.Context, e *managed, s session.Sessio
 
 // showStuck shows on the session what keeps it from ending.
 func (m *Manager) showStuck(ctx context.Context, e *managed, s session.Session, flow *journal.Flow, cause error) (session.Session, error) {
-	if len(flow.Outcomes) == 0 {
-		return s, cause
+	if len(flow.Outcomes) == 0 || flow.Uncertain() {
+		return s, cause // nothing to show, or the next try has to read the record first
 	}
 	_, s.Residuals = flow.Residuals()
 	err := flow.Flush(ctx, func(ctx context.Context, entries []audit.Entry) (first uint64, err error) {

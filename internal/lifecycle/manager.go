@@ -19,10 +19,12 @@ import (
 	"bivy/internal/workload"
 )
 
-// Options are what a Manager is made of. Store, Node, Templates, System,
-// Signer, Access and NodeID are required.
+// Options are what a Manager is made of. Store, Journal, Work, Node,
+// Templates, System, Signer, Access and NodeID are required.
 type Options struct {
 	Store     Store
+	Journal   *journal.Journal // over the same Store and Work
+	Work      *workgroup.Group // stopped by Run when it ends
 	Node      Node
 	Templates Templates
 	System    SystemRecord
@@ -51,9 +53,8 @@ type Signer interface {
 	// Seal signs that the record with this head is complete and that c is what
 	// became of the session. before is the state of the node's other records.
 	Seal(h audit.Head, before audit.Heads, c audit.Closeout) (audit.Seal, error)
-	// SealAddenda signs that the addenda of a session, whose record has the
-	// sealed root, reach as far as h.
-	SealAddenda(h audit.Head, sealed string, at time.Time) (audit.Seal, error)
+	// SealAddenda signs that the addenda of a session reach as far as h.
+	SealAddenda(h audit.Head, at time.Time) (audit.Seal, error)
 	// Rotations are the statements by which earlier keys vouch for this one.
 	Rotations() []audit.Seal
 }
@@ -113,8 +114,8 @@ type Manager struct {
 // New checks the options. The manager does nothing before Run.
 func New(o Options) (*Manager, error) {
 	switch {
-	case o.Store == nil || o.Node == nil || o.Templates == nil || o.System == nil || o.Signer == nil || o.Access == nil:
-		return nil, errors.New("lifecycle: store, node, templates, system record, signer and access are required")
+	case o.Store == nil || o.Journal == nil || o.Work == nil || o.Node == nil || o.Templates == nil || o.System == nil || o.Signer == nil || o.Access == nil:
+		return nil, errors.New("lifecycle: store, journal, work group, node, templates, system record, signer and access are required")
 	case o.NodeID == "":
 		return nil, errors.New("lifecycle: a node id is required")
 	}
@@ -134,11 +135,10 @@ func New(o Options) (*Manager, error) {
 		}
 	}
 	m := &Manager{
-		o: o, b: o.Bounds.withDefaults(), log: o.Log, work: workgroup.New(),
+		o: o, b: o.Bounds.withDefaults(), log: o.Log, work: o.Work, journal: o.Journal,
 		creates: newFairSemaphore(o.CreateLimit), ready: make(chan struct{}),
 		sessions: map[session.ID]*managed{}, unreleased: map[session.ID]bool{},
 	}
-	m.journal = journal.New(journal.Options{Store: o.Store, Work: m.work, Log: o.Log, Wait: m.b.Workload.Settle, FailPoint: o.FailPoint})
 	m.workload = workload.New(workload.Options{
 		Sessions: m, Node: o.Node, Journal: m.journal, Access: o.Access, Work: m.work,
 		Now: o.Now, Log: o.Log, Bounds: m.b.Workload, FailPoint: o.FailPoint,

@@ -214,16 +214,8 @@ func (m *Manager) AddFact(ctx context.Context, id session.ID, e audit.Entry) err
 		_, err := m.journal.Append(ctx, id, s.Fence(), e)
 		return err
 	}
-	seal, err := m.o.Store.SealOf(ctx, id)
-	if err != nil {
-		return err
-	}
-	c, err := seal.Closeout()
-	if err != nil {
-		return err
-	}
 	_, err = m.o.Store.AppendAddenda(ctx, id, s.Fence(), func(h audit.Head) (audit.Seal, error) {
-		return m.o.Signer.SealAddenda(h, c.Log.Root, m.o.Now())
+		return m.o.Signer.SealAddenda(h, m.o.Now())
 	}, journal.Traced(ctx, []audit.Entry{e})...)
 	return err
 }
