@@ -21,15 +21,15 @@ import (
 // Merkle tree in the order in which they were made. The tree's root and its
 // number of leaves fix all of them; the list of open records fixes the rest.
 type Heads struct {
-	Version    int            `json:"version"`        // StatementVersion; filled in by SignHeads and NewHeads
-	Node       session.NodeID `json:"node"`           // whose records they are
-	Time       time.Time      `json:"time"`           // when
-	Sealed     uint64         `json:"sealed"`         // leaves of the tree
-	TreeRoot   string         `json:"tree_root"`      // hex root of the tree, see Tree
-	OpenCount  uint64         `json:"open_count"`     // session records without a seal
-	OpenDigest string         `json:"open_digest"`    // "sha256:…" over the list of their heads
-	Open       []OpenHead     `json:"open,omitempty"` // that list, by name of the record; absent from a section
-	System     OpenHead       `json:"system,omitzero"`
+	Version    int            `json:"version"`         // StatementVersion; filled in by SignHeads and NewHeads
+	Node       session.NodeID `json:"node"`            // whose records they are
+	Time       time.Time      `json:"time"`            // when
+	Sealed     uint64         `json:"sealed"`          // leaves of the tree
+	TreeRoot   string         `json:"tree_root"`       // hex root of the tree, see Tree
+	OpenCount  uint64         `json:"open_count"`      // session records without a seal
+	OpenDigest string         `json:"open_digest"`     // "sha256:…" over the list of their heads
+	Open       []OpenHead     `json:"open,omitempty"`  // that list, by name of the record; absent from a section
+	System     OpenHead       `json:"system,omitzero"` // the newest segment of the system record, sealed or not; absent when there is none or the seal is over it
 }
 
 // OpenHead is the last event of a record at some moment.
@@ -196,7 +196,8 @@ func VerifyHeads(held Heads, list func(fn func(ListedRecord) error) error) (Head
 		if !ok {
 			return nil
 		}
-		if r.Sealed && tree.Size() <= held.Sealed {
+		// Only the newest segment of the system record may be sealed itself.
+		if r.Sealed && tree.Size() <= held.Sealed && o != held.System {
 			return bad("%s was open and is now listed among the records sealed before", r.Record)
 		}
 		delete(wanted, r.Record)
