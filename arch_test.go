@@ -163,7 +163,7 @@ var quarantine = []quarantined{
 	{"github.com/spf13/cobra", "internal/cli", "", "one place reads the command line"},
 	{"github.com/schollz/", "internal/cli", "", "one place draws on terminals"},
 	{"unsafe", "internal/driver/gvisor/sentry internal/guest/accounts internal/guest/watch internal/guest/wire/gen/", "", "go:linkname in one file, system calls that x/sys lacks in two, and generated code"},
-	{"log", "internal/driver/gvisor/sentry/gen internal/bundle/pack", "internal/template internal/template/source", "generators, and tests whose registry takes no other; everything else has log/slog"},
+	{"log", "internal/driver/gvisor/sentry/gen internal/bundle/pack", "internal/template internal/template/source", "generators, and tests whose registry accepts no other logger; everything else uses log/slog"},
 }
 
 // forTests reports whether a package is for tests only: no binary may reach it.

@@ -292,7 +292,7 @@ func declaredIn(d ast.Decl) map[string]bool {
 	return names
 }
 
-// receiverIdent returns the name of a method's type, where it stands.
+// receiverIdent returns the identifier of a method's type.
 func receiverIdent(d *ast.FuncDecl) *ast.Ident {
 	var found *ast.Ident
 	ast.Inspect(d.Recv.List[0].Type, func(n ast.Node) bool {
@@ -360,8 +360,8 @@ func declarations(f *source) []declared {
 	return all
 }
 
-// TestTestOnlyBites checks on small packages what testOnly finds.
-func TestTestOnlyBites(t *testing.T) {
+// TestTestOnly checks on small packages what testOnly finds.
+func TestTestOnly(t *testing.T) {
 	for _, tt := range []struct {
 		name, shipped, test string
 		want                string

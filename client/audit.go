@@ -53,7 +53,7 @@ func (c *Client) RecordListing(ctx context.Context) iter.Seq2[ListedRecord, erro
 }
 
 // AuditHead returns a signed statement of what the node's records are now: a
-// DSSE envelope. Whoever keeps it elsewhere can later find out that a record was
+// DSSE envelope. A copy that is kept elsewhere shows later whether a record was
 // deleted, cut or replaced.
 func (c *Client) AuditHead(ctx context.Context) (json.RawMessage, error) {
 	var envelope json.RawMessage

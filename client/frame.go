@@ -65,7 +65,7 @@ func AppendFrameJSON(b []byte, t FrameType, v any) ([]byte, error) {
 }
 
 // FrameReader reads frames. It uses at most MaxFrame bytes of memory, and only
-// as much as has arrived, whatever a header announces.
+// as much as has arrived, even if a header announces more.
 type FrameReader struct {
 	r      io.Reader
 	header [frameHeader]byte

@@ -151,7 +151,7 @@ it replaced. The output is a file of keys for bivy audit verify --key.`,
 	rotate := &cobra.Command{
 		Use: "rotate [flags]", Short: "Replace the signing key", Args: atMost(0),
 		Long: `Replace the key that the server's node signs records with. The old key signs the
-new one, so that whoever trusts the old key can verify new records.
+new one, so that new records verify wherever the old key is trusted.
 
 With --lost the old key does not exist any more and signs nothing: the new key
 has to be pinned wherever records are verified. It is used when the server does
@@ -206,7 +206,7 @@ func (a *app) printAuditKey(k client.AuditKey) error {
 	for _, f := range k.Former {
 		text := "former key " + f.Fingerprint
 		if !f.ReplacedAt.IsZero() {
-			text += ", replaced " + when(f.ReplacedAt)
+			text += ", replaced " + formatTime(f.ReplacedAt)
 		}
 		if f.Lost {
 			text += ", lost: it did not sign its successor"

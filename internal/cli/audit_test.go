@@ -413,8 +413,7 @@ func TestVerifySystem(t *testing.T) {
 	}
 }
 
-// TestVerifyHead keeps signed heads of a node and then does to its records what
-// they are for.
+// TestVerifyHead changes the records of a node after a signed head was kept.
 func TestVerifyHead(t *testing.T) {
 	for _, tt := range []struct {
 		name   string
@@ -562,7 +561,7 @@ func TestVerifyUsage(t *testing.T) {
 	h.want(1, []string{"no such file"}, "audit", "verify", "/nowhere")
 }
 
-// TestTraceparent passes the trace of the environment on.
+// TestTraceparent: requests carry the traceparent of the environment.
 func TestTraceparent(t *testing.T) {
 	const parent = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 	h := newAuditHost(t)
@@ -576,7 +575,8 @@ func TestTraceparent(t *testing.T) {
 	}
 }
 
-// TestBadRecordKeepsOtherErrors: only what is wrong with a record is told as such.
+// TestBadRecordKeepsOtherErrors: an error that is not about a record is returned
+// unchanged.
 func TestBadRecordKeepsOtherErrors(t *testing.T) {
 	for _, err := range []error{io.ErrUnexpectedEOF, &client.Error{Code: client.CodeInvalid}, kind.Errorf(kind.Invalid, "x").WithField("--head")} {
 		a := &app{}

@@ -139,19 +139,19 @@ func (a *app) exit(err error) int {
 		code = a.failed
 	}
 	if !a.quiet {
-		a.complain(err)
+		a.printError(err)
 	}
 	return code
 }
 
-// complain prints an error and its hint.
-func (a *app) complain(err error) {
+// printError prints an error and its hint.
+func (a *app) printError(err error) {
 	fmt.Fprintf(a.Err, "bivy: %s\n", printable(err.Error()))
 	hint := kind.Hint(err)
 	var e *client.Error
 	if errors.As(err, &e) {
 		if hint = e.Hint; hint == "" {
-			hint = whereIDs(e)
+			hint = lookupHint(e)
 		}
 	}
 	var dial *net.OpError

@@ -50,11 +50,11 @@ func (a *app) connect(ctx context.Context, w where) (*client.Client, error) {
 	if keyFile == "" {
 		keyFile = own.KeyFile
 	}
-	patience := time.Duration(0)
+	grace := time.Duration(0)
 	if at == "" && w == onServer {
-		patience = startPatience
+		grace = startTimeout
 	}
-	running, alive, err := a.find(ctx, cfg.RunDir, at == "", patience)
+	running, alive, err := a.find(ctx, cfg.RunDir, at == "", grace)
 	if err != nil {
 		return nil, err
 	}
@@ -100,15 +100,15 @@ func (a *app) connect(ctx context.Context, w where) (*client.Client, error) {
 	return client.New(client.Options{URL: at, Key: key, UserAgent: "bivy/" + a.engine.Version.Version})
 }
 
-// startPatience is how long a command that needs a server waits for one that may
+// startTimeout is how long a command that needs a server waits for one that may
 // just have been started.
-const startPatience = 500 * time.Millisecond
+const startTimeout = 500 * time.Millisecond
 
 // find returns the server of this machine. A process that has locked the run
 // directory and announced no address may be a server that is starting: with wait,
-// find waits for it. It also waits for patience, for a server that has not locked
+// find waits for it. It also waits for grace, for a server that has not locked
 // the directory yet.
-func (a *app) find(ctx context.Context, runDir string, wait bool, patience time.Duration) (config.Running, bool, error) {
+func (a *app) find(ctx context.Context, runDir string, wait bool, grace time.Duration) (config.Running, bool, error) {
 	began := time.Now()
 	ctx, cancel := context.WithTimeout(ctx, config.LockPatience)
 	defer cancel()
@@ -116,7 +116,7 @@ func (a *app) find(ctx context.Context, runDir string, wait bool, patience time.
 	defer tick.Stop()
 	for {
 		running, alive, err := config.Find(runDir)
-		if err != nil || alive || !wait || !config.Held(runDir) && time.Since(began) >= patience {
+		if err != nil || alive || !wait || !config.Held(runDir) && time.Since(began) >= grace {
 			return running, alive, err
 		}
 		select {
@@ -161,8 +161,8 @@ func sameServer(asked, served string) bool {
 // then for sessions to end. The two are separate, so that a request that hangs
 // leaves time for the second.
 const (
-	requestPatience = 30 * time.Second
-	closePatience   = 2 * time.Minute
+	requestTimeout = 30 * time.Second
+	closeTimeout   = 2 * time.Minute
 )
 
 // local starts a server in this process and returns a client that connects to it
@@ -187,7 +187,7 @@ func (a *app) local(ctx context.Context, cfg config.Config) (*client.Client, err
 	served := make(chan error, 1)
 	go func() { served <- srv.Serve(pairs) }() // ends with Shutdown below
 	a.close = func() error {
-		quiet, cancel := context.WithTimeout(life, requestPatience)
+		quiet, cancel := context.WithTimeout(life, requestTimeout)
 		defer cancel()
 		err := srv.Shutdown(quiet)
 		if err != nil {
@@ -196,7 +196,7 @@ func (a *app) local(ctx context.Context, cfg config.Config) (*client.Client, err
 		if e := <-served; !errors.Is(e, http.ErrServerClosed) {
 			err = errors.Join(err, e)
 		}
-		end, cancel := context.WithTimeout(life, closePatience)
+		end, cancel := context.WithTimeout(life, closeTimeout)
 		defer cancel()
 		return errors.Join(err, l.Close(end))
 	}

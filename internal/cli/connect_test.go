@@ -10,9 +10,10 @@ import (
 	"bivy/internal/kind"
 )
 
-// TestFind waits for what uses the run directory to serve, or to let go.
+// TestFind waits until the process that has locked the run directory announces an
+// address or unlocks it.
 func TestFind(t *testing.T) {
-	for name, serves := range map[string]bool{"serves": true, "lets go": false} {
+	for name, serves := range map[string]bool{"serves": true, "unlocks": false} {
 		t.Run(name, func(t *testing.T) {
 			dir := t.TempDir()
 			lock, err := os.Create(config.LockPath(dir))
@@ -24,7 +25,7 @@ func TestFind(t *testing.T) {
 				t.Fatal(err)
 			}
 			if !config.Held(dir) {
-				t.Fatal("nobody holds it")
+				t.Fatal("it is not locked")
 			}
 			found := make(chan error, 1)
 			var r config.Running
@@ -48,11 +49,11 @@ func TestFind(t *testing.T) {
 	}
 }
 
-// TestHeld tells who is in the way.
+// TestHeld names the process that has locked a run directory.
 func TestHeld(t *testing.T) {
 	dir := t.TempDir()
 	if config.Held(dir) {
-		t.Error("a directory that nobody ever used is held")
+		t.Error("an unused directory is locked")
 	}
 	if err := os.WriteFile(config.LockPath(dir), []byte("1\n"), 0o600); err != nil {
 		t.Fatal(err)
@@ -84,6 +85,6 @@ func TestServerURL(t *testing.T) {
 		}
 	}
 	if sameServer("http://localhost:7171", "http://192.0.2.1:7171") {
-		t.Error("localhost is taken for another machine")
+		t.Error("localhost is treated as another machine")
 	}
 }

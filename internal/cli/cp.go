@@ -28,8 +28,8 @@ SESSION:PATH, the other one a path of this machine. If DST is a directory, SRC i
 copied into it.
 
 Only regular files and directories are copied; other files are skipped with a
-message on stderr. Nothing is written outside DST, whatever names the session
-contains.`,
+message on stderr. Nothing is written outside DST, even if the session contains
+unusual names.`,
 		Example: "  bivy cp data.csv h2k…:/home/user/data.csv\n  bivy cp h2k…:/home/user/out ./results",
 		Args:    want(false, "SRC", "DST"),
 		RunE: func(cmd *cobra.Command, args []string) error {

@@ -61,7 +61,7 @@ func table(w io.Writer, rows ...[]string) error {
 }
 
 // size formats a number of bytes.
-func size(n int64) string {
+func formatSize(n int64) string {
 	const unit = 1024
 	if n < unit {
 		return fmt.Sprintf("%d B", n)
@@ -75,10 +75,10 @@ func size(n int64) string {
 }
 
 // span formats a duration in the largest unit that fits.
-func span(d time.Duration) string {
+func formatDuration(d time.Duration) string {
 	switch {
 	case d < 0:
-		return "-" + span(-d)
+		return "-" + formatDuration(-d)
 	case d < time.Millisecond:
 		return fmt.Sprintf("%d µs", d.Microseconds())
 	case d < time.Second:
@@ -96,7 +96,7 @@ func span(d time.Duration) string {
 }
 
 // when formats a time; "-" for the zero time.
-func when(t time.Time) string {
+func formatTime(t time.Time) string {
 	if t.IsZero() {
 		return "-"
 	}

@@ -237,7 +237,7 @@ func (a *app) keyCommand() *cobra.Command {
 			}
 			rows := [][]string{{"KEY", "ROLE", "CREATED", "BY", "REVOKED", "LABEL"}}
 			for _, k := range keys {
-				rows = append(rows, []string{k.ID, string(k.Role), when(k.CreatedAt), k.CreatedBy, when(k.RevokedAt), k.Label})
+				rows = append(rows, []string{k.ID, string(k.Role), formatTime(k.CreatedAt), k.CreatedBy, formatTime(k.RevokedAt), k.Label})
 			}
 			return table(a.Out, rows...)
 		},

@@ -113,7 +113,7 @@ func eventText(ev client.Event) string {
 		add("to %s", p.To)
 	}
 	if p.Size != nil {
-		add("%s", size(*p.Size))
+		add("%s", formatSize(*p.Size))
 	}
 	switch {
 	case p.Signal != 0:
@@ -122,7 +122,7 @@ func eventText(ev client.Event) string {
 		add("exit %d", *p.Exit)
 	}
 	if p.Millis != nil {
-		add("in %s", span(time.Duration(*p.Millis*float64(time.Millisecond))))
+		add("in %s", formatDuration(time.Duration(*p.Millis*float64(time.Millisecond))))
 	}
 	for _, s := range []string{p.Reason, p.Result, p.Detail, p.Error} {
 		if s != "" {

@@ -21,8 +21,8 @@ import (
 	"bivy/internal/kind"
 )
 
-// endPatience limits how long run and shell wait for the end of their session.
-const endPatience = time.Minute
+// endTimeout limits how long run and shell wait for the end of their session.
+const endTimeout = time.Minute
 
 func (a *app) runCommand() *cobra.Command {
 	var spec specFlags
@@ -71,9 +71,9 @@ func (a *app) run(ctx context.Context, spec *specFlags, r *runFlags, argv []stri
 	if r.keep {
 		place = onServer
 	}
-	ctx, giveUp := context.WithCancel(ctx)
-	defer giveUp()
-	sig := catch(giveUp)
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	sig := notify(cancel)
 	defer sig.stop()
 	if r.tty && !term.IsTerminal(int(a.In.Fd())) {
 		return noTerminal()
@@ -84,9 +84,9 @@ func (a *app) run(ctx context.Context, spec *specFlags, r *runFlags, argv []stri
 				return err
 			}
 		}
-		return a.drive(ctx, s, client.Command{Argv: argv, Stdin: !r.noStdin}, r.tty, sig)
+		return a.runAttached(ctx, s, client.Command{Argv: argv, Stdin: !r.noStdin}, r.tty, sig)
 	})
-	if n := sig.gaveUp(); n != 0 {
+	if n := sig.cancelledBy(); n != 0 {
 		a.failed, a.code, a.quiet = exitSignal+n, exitSignal+n, errors.Is(err, context.Canceled)
 	}
 	return err
@@ -113,7 +113,7 @@ func (a *app) inSession(ctx context.Context, place where, req client.CreateSessi
 	err = do(s)
 	ran := time.Now()
 	if !r.keep {
-		life, cancel := context.WithTimeout(context.WithoutCancel(ctx), endPatience)
+		life, cancel := context.WithTimeout(context.WithoutCancel(ctx), endTimeout)
 		defer cancel()
 		sig.attach(nil, nil)
 		if _, endErr := s.End(life); endErr != nil {
@@ -121,19 +121,20 @@ func (a *app) inSession(ctx context.Context, place where, req client.CreateSessi
 		}
 	}
 	if r.timing {
-		rows := [][]string{{"PHASE", "TOOK"}, {"connect", span(connected.Sub(began))}}
+		rows := [][]string{{"PHASE", "TOOK"}, {"connect", formatDuration(connected.Sub(began))}}
 		for _, p := range s.Timing {
-			rows = append(rows, []string{"create: " + p.Name, span(p.Took())})
+			rows = append(rows, []string{"create: " + p.Name, formatDuration(p.Took())})
 		}
-		rows = append(rows, []string{"create", span(created.Sub(connected))}, []string{"command", span(ran.Sub(created))},
-			[]string{"end", span(time.Since(ran))}, []string{"session", s.ID})
+		rows = append(rows, []string{"create", formatDuration(created.Sub(connected))}, []string{"command", formatDuration(ran.Sub(created))},
+			[]string{"end", formatDuration(time.Since(ran))}, []string{"session", s.ID})
 		err = errors.Join(err, table(a.Err, rows...))
 	}
 	return err
 }
 
-// drive runs one command with this process's streams and sets the exit code.
-func (a *app) drive(ctx context.Context, s *client.Session, cmd client.Command, tty bool, sig *signals) error {
+// runAttached runs one command with the streams of this process and sets the exit
+// code.
+func (a *app) runAttached(ctx context.Context, s *client.Session, cmd client.Command, tty bool, sig *signals) error {
 	cmd.OnDisconnect = client.Kill
 	if tty {
 		if !term.IsTerminal(int(a.In.Fd())) {
@@ -155,18 +156,18 @@ func (a *app) drive(ctx context.Context, s *client.Session, cmd client.Command, 
 	}
 	p, err := s.Start(ctx, cmd)
 	if err != nil {
-		return asTyped(err, cmd.Argv)
+		return commandError(err, cmd.Argv)
 	}
 	defer p.Close()
-	cooked := func() {} // restores the mode of the terminal
-	defer func() { cooked() }()
+	restore := func() {} // restores the mode of the terminal
+	defer func() { restore() }()
 	var resize func(context.Context)
 	if tty {
 		old, err := term.MakeRaw(int(a.In.Fd()))
 		if err != nil {
 			return fmt.Errorf("terminal: %w", err)
 		}
-		cooked = sync.OnceFunc(func() {
+		restore = sync.OnceFunc(func() {
 			if err := term.Restore(int(a.In.Fd()), old); err != nil {
 				a.note("restore the terminal: %v; run: reset", err)
 			}
@@ -182,10 +183,10 @@ func (a *app) drive(ctx context.Context, s *client.Session, cmd client.Command, 
 	defer sig.attach(nil, nil)
 	if cmd.Stdin {
 		// A read of standard input cannot be cancelled; it ends with the process.
-		go feed(p, a.In)
+		go copyStdin(p, a.In)
 	}
 	exit, err := p.Wait(a.Out, a.Err)
-	cooked()
+	restore()
 	if err != nil {
 		if errors.Is(err, syscall.EPIPE) && !errors.Is(err, client.ErrDetached) {
 			// The reader of the output has closed it, as head does.
@@ -227,7 +228,7 @@ func (a *app) terminalSize() (client.Size, bool) {
 }
 
 // feed sends in to the standard input of the command.
-func feed(p *client.Process, in io.Reader) {
+func copyStdin(p *client.Process, in io.Reader) {
 	buf := make([]byte, 32<<10)
 	for {
 		n, err := in.Read(buf)
@@ -306,7 +307,7 @@ func (a *app) exec(ctx context.Context, id string, c client.Command, tty, noStdi
 	if detach {
 		info, err := s.StartDetached(ctx, c)
 		if err != nil {
-			return asTyped(err, c.Argv)
+			return commandError(err, c.Argv)
 		}
 		if a.json() {
 			return a.printJSON(info)
@@ -314,13 +315,13 @@ func (a *app) exec(ctx context.Context, id string, c client.Command, tty, noStdi
 		fmt.Fprintln(a.Out, info.ID)
 		return nil
 	}
-	ctx, giveUp := context.WithCancel(ctx)
-	defer giveUp()
-	sig := catch(giveUp)
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	sig := notify(cancel)
 	defer sig.stop()
 	c.Stdin = !noStdin
-	err = a.drive(ctx, s, c, tty, sig)
-	if n := sig.gaveUp(); n != 0 {
+	err = a.runAttached(ctx, s, c, tty, sig)
+	if n := sig.cancelledBy(); n != 0 {
 		a.failed, a.code, a.quiet = exitSignal+n, exitSignal+n, errors.Is(err, context.Canceled)
 	}
 	return err

@@ -86,14 +86,14 @@ func (a *app) lsCommand() *cobra.Command {
 			}
 			rows := [][]string{{"SESSION", "STATE", "TEMPLATE", "CREATED", "ENDS", "OWNER", "LABELS"}}
 			for _, s := range items {
-				state, ends := string(s.State), "in "+span(time.Until(s.Deadline))
+				state, ends := string(s.State), "in "+formatDuration(time.Until(s.Deadline))
 				if s.Reason != "" {
 					state += " (" + s.Reason + ")"
 				}
 				if !s.EndedAt.IsZero() {
-					ends = span(time.Since(s.EndedAt)) + " ago"
+					ends = formatDuration(time.Since(s.EndedAt)) + " ago"
 				}
-				rows = append(rows, []string{s.ID, state, s.Spec.Template, span(time.Since(s.CreatedAt)) + " ago", ends, s.Owner.Subject, pairsText(s.Spec.Labels)})
+				rows = append(rows, []string{s.ID, state, s.Spec.Template, formatDuration(time.Since(s.CreatedAt)) + " ago", ends, s.Owner.Subject, pairsText(s.Spec.Labels)})
 			}
 			return table(a.Out, rows...)
 		},
@@ -171,16 +171,16 @@ func sessionRows(s client.SessionInfo) [][]string {
 		{"sandbox", s.Sandbox},
 		{"template", s.Spec.Template + " " + s.Template},
 		{"cpu", fmt.Sprintf("%g cores", float64(s.Spec.Resources.CPUMillis)/1000)},
-		{"memory", size(s.Spec.Resources.MemoryMiB << 20)},
-		{"disk", size(s.Spec.Resources.DiskMiB << 20)},
+		{"memory", formatSize(s.Spec.Resources.MemoryMiB << 20)},
+		{"disk", formatSize(s.Spec.Resources.DiskMiB << 20)},
 		{"owner", s.Owner.Subject},
 		{"on behalf of", s.Owner.OnBehalfOf},
 		{"trigger", s.Owner.Trigger},
 		{"labels", pairsText(s.Spec.Labels)},
-		{"created", when(s.CreatedAt)},
-		{"started", when(s.StartedAt)},
-		{"ends by itself", when(s.Deadline)},
-		{"ended", when(s.EndedAt)},
+		{"created", formatTime(s.CreatedAt)},
+		{"started", formatTime(s.StartedAt)},
+		{"ends by itself", formatTime(s.Deadline)},
+		{"ended", formatTime(s.EndedAt)},
 		{"spec", s.SpecDigest},
 	}
 	for _, r := range s.Residuals {
@@ -199,14 +199,14 @@ func (a *app) liveRows(ctx context.Context, s *client.Session) ([][]string, erro
 	}
 	if err == nil {
 		rows = append(rows, []string{"used", fmt.Sprintf("%s of CPU, %s of memory (peak %s), %d threads",
-			span(time.Duration(st.CPUMicroseconds)*time.Microsecond), size(st.MemoryBytes), size(st.MemoryPeakBytes), st.PIDs)})
+			formatDuration(time.Duration(st.CPUMicroseconds)*time.Microsecond), formatSize(st.MemoryBytes), formatSize(st.MemoryPeakBytes), st.PIDs)})
 	}
 	list, err := s.Commands(ctx)
 	if errors.Is(err, &client.Error{Code: client.CodeConflict}) || errors.Is(err, &client.Error{Code: client.CodeDenied}) {
 		return rows, nil
 	}
 	for _, c := range list {
-		state := "running for " + span(time.Since(c.StartedAt))
+		state := "running for " + formatDuration(time.Since(c.StartedAt))
 		if c.Exit != nil {
 			state = fmt.Sprintf("ended, status %d", c.Exit.Status())
 		}
@@ -255,7 +255,7 @@ func (a *app) timeoutCommand() *cobra.Command {
 			if a.json() {
 				return a.printJSON(info)
 			}
-			fmt.Fprintf(a.Out, "%s ends by itself at %s\n", info.ID, when(info.Deadline))
+			fmt.Fprintf(a.Out, "%s ends by itself at %s\n", info.ID, formatTime(info.Deadline))
 			return nil
 		},
 	}
@@ -317,8 +317,8 @@ func (a *app) endCommand() *cobra.Command {
 	return cmd
 }
 
-// completionPatience limits how long completion waits for the server.
-const completionPatience = 2 * time.Second
+// completionTimeout limits how long completion waits for the server.
+const completionTimeout = 2 * time.Second
 
 // completeSession completes ids of sessions that have not ended. Without a server
 // there are none.
@@ -326,7 +326,7 @@ func (a *app) completeSession(cmd *cobra.Command, args []string, _ string) ([]st
 	if len(args) > 0 && cmd.Name() != "end" {
 		return nil, cobra.ShellCompDirectiveDefault
 	}
-	ctx, cancel := context.WithTimeout(context.Background(), completionPatience)
+	ctx, cancel := context.WithTimeout(context.Background(), completionTimeout)
 	defer cancel()
 	c, err := a.connect(ctx, onServer)
 	if err != nil {

@@ -13,13 +13,13 @@ import (
 	"bivy/client"
 )
 
-// insist is how many times a terminating signal must arrive until bivy stops
+// maxSignals is how many times a terminating signal must arrive until bivy stops
 // waiting for the command instead of passing the signal on.
-const insist = 3
+const maxSignals = 3
 
 const (
-	// signalPatience limits the request that passes a signal on.
-	signalPatience = 2 * time.Second
+	// signalTimeout limits the request that passes a signal on.
+	signalTimeout = 2 * time.Second
 	// maxSends is how many such requests may be waiting.
 	maxSends = 16
 )
@@ -31,7 +31,7 @@ type signals struct {
 	pipe   chan os.Signal
 	done   chan struct{}
 	sends  chan func(context.Context)
-	giveUp context.CancelFunc
+	cancel context.CancelFunc
 	resize func(context.Context) // on SIGWINCH; nil without a terminal
 
 	mu    sync.Mutex
@@ -40,10 +40,10 @@ type signals struct {
 	times map[syscall.Signal]int // how often each has arrived
 }
 
-// catch starts receiving signals, until stop is called. giveUp cancels the work.
-func catch(giveUp context.CancelFunc) *signals {
+// catch starts receiving signals, until stop is called. cancel cancels the work.
+func notify(cancel context.CancelFunc) *signals {
 	s := &signals{ch: make(chan os.Signal, 16), pipe: make(chan os.Signal, 1), done: make(chan struct{}),
-		sends: make(chan func(context.Context), maxSends), giveUp: giveUp, times: map[syscall.Signal]int{}}
+		sends: make(chan func(context.Context), maxSends), cancel: cancel, times: map[syscall.Signal]int{}}
 	signal.Notify(s.ch, unix.SIGINT, unix.SIGTERM, unix.SIGHUP, unix.SIGQUIT, unix.SIGUSR1, unix.SIGUSR2, unix.SIGWINCH)
 	// With a receiver for SIGPIPE, writing to a closed pipe is an ordinary error
 	// and does not end this process before it has cleaned up.
@@ -77,7 +77,7 @@ func (s *signals) handle(n syscall.Signal) {
 	p, resize := s.p, s.resize
 	s.times[n]++
 	ends := n == unix.SIGINT || n == unix.SIGTERM || n == unix.SIGHUP || n == unix.SIGQUIT
-	over := ends && (p == nil || s.times[n] >= insist)
+	over := ends && (p == nil || s.times[n] >= maxSignals)
 	if over && s.got == 0 {
 		s.got = n
 	}
@@ -88,7 +88,7 @@ func (s *signals) handle(n syscall.Signal) {
 			s.enqueue(resize)
 		}
 	case over:
-		s.giveUp()
+		s.cancel()
 	case p != nil:
 		// An error means that the command has ended, so there is nothing to signal.
 		s.enqueue(func(ctx context.Context) { _ = p.Signal(ctx, int(n)) })
@@ -109,7 +109,7 @@ func (s *signals) send() {
 	for {
 		select {
 		case request := <-s.sends:
-			ctx, cancel := context.WithTimeout(context.Background(), signalPatience)
+			ctx, cancel := context.WithTimeout(context.Background(), signalTimeout)
 			request(ctx)
 			cancel()
 		case <-s.done:
@@ -125,8 +125,8 @@ func (s *signals) attach(p *client.Process, resize func(context.Context)) {
 	s.p, s.resize = p, resize
 }
 
-// gaveUp returns the signal that cancelled the work, or 0.
-func (s *signals) gaveUp() int {
+// cancelledBy returns the signal that cancelled the work, or 0.
+func (s *signals) cancelledBy() int {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return int(s.got)

@@ -34,7 +34,7 @@ func (s *specFlags) register(cmd *cobra.Command) {
 	f.StringVar(&s.memory, "memory", "", "limit of memory, a `SIZE` such as 512M or 2G"+or("%dM", d.Resources.MemoryMiB))
 	f.StringVar(&s.disk, "disk", "", "limit of the writable layer, a `SIZE` such as 1G"+or("%dM", d.Resources.DiskMiB))
 	f.Int64Var(&s.pids, "pids", 0, "limit of threads on the host, a `NUMBER`"+or("%d", d.Resources.PIDs))
-	f.StringVar(&s.timeout, "timeout", "", "`DURATION` after which the session ends, e.g. 90s or 10m"+or("%s", span(d.Timeout.Duration())))
+	f.StringVar(&s.timeout, "timeout", "", "`DURATION` after which the session ends, e.g. 90s or 10m"+or("%s", formatDuration(d.Timeout.Duration())))
 	f.StringArrayVarP(&s.env, "env", "e", nil, "environment variable `KEY=VALUE`, or KEY for the value it has here; may be repeated")
 	f.StringVar(&s.user, "user", "", "`USER` that commands run as (default the template's)")
 	f.StringVar(&s.workdir, "workdir", "", "`DIR` that commands start in (default the template's, else the user's home)")

@@ -46,7 +46,7 @@ func (a *app) templateLs() *cobra.Command {
 				if t.Broken != "" {
 					source = "broken: " + t.Broken
 				}
-				rows = append(rows, []string{name, short(t.Digest), size(t.ImageBytes), span(time.Since(t.CreatedAt)) + " ago", fmt.Sprint(t.InUse), source})
+				rows = append(rows, []string{name, short(t.Digest), formatSize(t.ImageBytes), formatDuration(time.Since(t.CreatedAt)) + " ago", fmt.Sprint(t.InUse), source})
 			}
 			return table(a.Out, rows...)
 		},
@@ -77,9 +77,9 @@ func (a *app) printTemplate(t client.Template) error {
 	if a.json() {
 		return a.printJSON(t)
 	}
-	rows := [][]string{{"digest", t.Digest}, {"names", strings.Join(t.Names, ", ")}, {"image", t.ImageDigest + " " + size(t.ImageBytes)},
+	rows := [][]string{{"digest", t.Digest}, {"names", strings.Join(t.Names, ", ")}, {"image", t.ImageDigest + " " + formatSize(t.ImageBytes)},
 		{"source", t.Source}, {"user", t.User}, {"workdir", t.Workdir}, {"command", quoteArgv(t.Cmd)}, {"env", pairsText(t.Env)},
-		{"created", when(t.CreatedAt)}, {"in use", fmt.Sprint(t.InUse)}}
+		{"created", formatTime(t.CreatedAt)}, {"in use", fmt.Sprint(t.InUse)}}
 	if t.Broken != "" {
 		rows = append(rows, []string{"broken", t.Broken})
 	}

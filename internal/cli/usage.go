@@ -96,8 +96,8 @@ func helpCommand() *cobra.Command {
 	}
 }
 
-// whereIDs returns a hint for an id that the server does not know.
-func whereIDs(e *client.Error) string {
+// lookupHint returns a hint for an id that the server does not know.
+func lookupHint(e *client.Error) string {
 	if e.Code != client.CodeNotFound && e.Code != client.CodeInvalid {
 		return ""
 	}
@@ -117,28 +117,28 @@ func wrongFlag(err error) bool {
 	return kind.Is(err, kind.Invalid) && strings.HasPrefix(kind.Field(err), "--")
 }
 
-// asTyped turns an error of the server about a command into the words of the
+// commandError turns an error of the server about a command into the words of the
 // command line.
-func asTyped(err error, argv []string) error {
+func commandError(err error, argv []string) error {
 	e, ok := err.(*client.Error) //nolint:errorlint // an error that wraps it has its own words
 	if !ok {
 		return err
 	}
-	told := *e
+	out := *e
 	switch {
 	case e.ExitCode == exitNotFound && len(argv) > 0 && !strings.Contains(argv[0], "/"):
-		told.Field, told.Message = "", "command not found: "+argv[0]
+		out.Field, out.Message = "", "command not found: "+argv[0]
 	case e.Field == "cwd":
-		told.Field = "workdir"
+		out.Field = "workdir"
 		if dir, ok := between(e.Message, "cwd '", "' does not exist"); ok {
-			told.Message = dir + " does not exist in the session"
+			out.Message = dir + " does not exist in the session"
 		}
 	case e.Field == "user":
 		if name, ok := between(e.Message, "invalid username: '", "'"); ok {
-			told.Message = "user " + name + " does not exist in the session"
+			out.Message = "user " + name + " does not exist in the session"
 		}
 	}
-	return &told
+	return &out
 }
 
 // between returns the text between before and after.

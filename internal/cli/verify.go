@@ -162,7 +162,7 @@ func (a *app) verifySystem(ctx context.Context, file string, keys []audit.Public
 	defer in.Close()
 	r, err := audit.VerifySystem(in, keys, o)
 	if err == nil && r.Contained < len(o.Contains) {
-		err = kind.Errorf(kind.Invalid, "the system record does not contain event %d of %s, which the statement of %s names", held.System.Seq, held.System.Record, when(held.Time))
+		err = kind.Errorf(kind.Invalid, "the system record does not contain event %d of %s, which the statement of %s names", held.System.Seq, held.System.Record, formatTime(held.Time))
 	}
 	if err != nil {
 		return a.badRecord(err)
@@ -177,7 +177,7 @@ func (a *app) verifySystem(ctx context.Context, file string, keys []audit.Public
 	}
 	text := r.String()
 	if v.head != "" {
-		text += fmt.Sprintf("\nhead of %s: %s", when(held.Time), found)
+		text += fmt.Sprintf("\nhead of %s: %s", formatTime(held.Time), found)
 	}
 	_, err = fmt.Fprintln(a.Out, text)
 	return err
