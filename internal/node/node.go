@@ -95,6 +95,7 @@ type entry struct {
 	// the node's own decision, 0 while there is none. It stays open while a
 	// destroy that failed is tried again.
 	intent uint64
+	why    string // of the intent
 }
 
 // New opens the node's directory. It starts nothing.

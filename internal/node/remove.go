@@ -62,12 +62,12 @@ func (n *Node) Destroy(ctx context.Context, id session.SandboxID) (sandbox.Remov
 		out.Earlier = n.removedBefore(id)
 	}
 	e.mu.Lock()
-	intent := e.intent
+	intent, why := e.intent, e.why
 	e.intent = 0
 	e.mu.Unlock()
 	if intent != 0 {
-		// The node had announced to do it, and failed so far.
-		n.conclude(ctx, id, intent, audit.Failed, destruction{Why: "the node's own tries failed", By: "node", Error: "destroyed at a caller's request"})
+		// The node had announced it, and its own tries failed.
+		n.conclude(ctx, id, intent, audit.Failed, destruction{Why: why, By: "node", Error: "destroyed at a caller's request"})
 	}
 	return out, nil
 }
@@ -104,7 +104,7 @@ func (n *Node) removeRecorded(ctx context.Context, e *entry, why string) error {
 		}
 		intent = seq
 		e.mu.Lock()
-		e.intent = seq
+		e.intent, e.why = seq, why
 		e.mu.Unlock()
 	}
 	e.close()
