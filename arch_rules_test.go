@@ -97,7 +97,6 @@ const bareFields = `
 	internal/audit.Decision.Verdict
 	internal/audit.Fault.Why
 	internal/audit.Head.Record
-	internal/audit.Heads.System
 	internal/driver.Capabilities.Export internal/driver.Capabilities.Pause internal/driver.Capabilities.Snapshot
 	internal/driver.Check.Got internal/driver.Check.OK internal/driver.Check.Want
 	internal/driver.Exit.At

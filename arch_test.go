@@ -41,56 +41,63 @@ cmd/bivy-sentry                   : driver/gvisor/sentry
 internal/access                   : audit kind session
 internal/api                      : access audit auth client driver kind lifecycle secret session template
 internal/api/apitest              : access api audit auth client driver kind lifecycle session template
+internal/argv                     : kind
 internal/audit                    : kind session trace
 internal/auth                     : access durable kind secret session
-internal/bench                    : bundle cgroup client config kind
-internal/bundle                   : kind
+internal/bench                    : bundle cgroup client config kind poll
+internal/bundle                   : durable kind
 internal/bundle/pack              : bundle
 internal/cgroup                   : kind
 internal/cli                      : audit client config kind session
-internal/config                   : kind
-internal/daemon                   : access api audit auth bench bundle cli client config doctor driver driver/fake driver/gvisor durable guest/guestclient guest/wire kind lifecycle node secret session snapshot store/sqlite template
+internal/clip                     :
+internal/config                   : dirlock durable kind
+internal/daemon                   : access api audit auth bench bundle cli client config doctor driver driver/fake driver/gvisor durable guest/guestclient guest/wire kind lifecycle node sandbox secret session snapshot store/sqlite template
+internal/dirlock                  : kind
 internal/doctor                   : bundle cgroup client config kind template
 internal/doctor/missing           : doctor template
 internal/driver                   : session
 internal/driver/drivertest        : driver kind session
 internal/driver/fake              : driver guest/wire guest/wire/gen/filesystem guest/wire/gen/filesystem/filesystemconnect guest/wire/gen/process guest/wire/gen/process/processconnect kind session
-internal/driver/gvisor            : cgroup driver driver/gvisor/bootflags kind link session
+internal/driver/gvisor            : cgroup driver driver/gvisor/bootflags durable kind link session
 internal/driver/gvisor/bootflags  :
 internal/driver/gvisor/sentry     : driver/gvisor/bootflags
 internal/driver/gvisor/sentry/gen :
 internal/durable                  :
-internal/guest                    : guest/accounts guest/files guest/proc guest/wire guest/wire/gen/filesystem/filesystemconnect guest/wire/gen/process/processconnect
+internal/guest                    : argv guest/accounts guest/files guest/proc guest/wire guest/wire/gen/filesystem/filesystemconnect guest/wire/gen/process/processconnect
 internal/guest/accounts           : guest/wire
 internal/guest/files              : guest/accounts guest/proc guest/watch guest/wire guest/wire/gen/filesystem
-internal/guest/guestclient        : guest/wire guest/wire/gen/filesystem guest/wire/gen/filesystem/filesystemconnect guest/wire/gen/process guest/wire/gen/process/processconnect kind
+internal/guest/guestclient        : argv guest/wire guest/wire/gen/filesystem guest/wire/gen/filesystem/filesystemconnect guest/wire/gen/process guest/wire/gen/process/processconnect kind
 internal/guest/notls              :
-internal/guest/proc               : guest/accounts guest/wire guest/wire/gen/process
+internal/guest/proc               : argv guest/accounts guest/wire guest/wire/gen/process
 internal/guest/watch              : guest/accounts
-internal/guest/wire               :
+internal/guest/wire               : argv
 internal/guest/wire/gen/filesystem :
 internal/guest/wire/gen/filesystem/filesystemconnect : guest/wire/gen/filesystem
 internal/guest/wire/gen/process   :
 internal/guest/wire/gen/process/processconnect : guest/wire/gen/process
 internal/hostclock                :
+internal/journal                  : access audit clip kind session trace workgroup
 internal/kind                     :
-internal/leakcheck                :
-internal/lifecycle                : audit driver guest/guestclient guest/wire hostclock kind session
+internal/leakcheck                : poll
+internal/lifecycle                : access audit clip driver hostclock journal kind sandbox session workgroup workload
 internal/link                     :
-internal/node                     : driver guest/guestclient guest/wire hostclock kind lifecycle session
+internal/node                     : audit driver durable guest/guestclient guest/wire hostclock kind sandbox session
+internal/poll                     :
 internal/sandbox                  : driver session
 internal/secret                   :
-internal/session                  : kind
+internal/session                  : argv kind
 internal/snapshot                 : driver durable kind session
 internal/store/sqlite             : audit auth hostclock kind session
-internal/store/storetest          : audit kind lifecycle session
-internal/template                 : kind template/debian template/image template/source template/tree
+internal/store/storetest          : audit kind session
+internal/template                 : argv dirlock durable kind template/debian template/image template/source template/tree
 internal/template/debian          : kind template/source template/tree
 internal/template/image           : template/tree
 internal/template/source          : kind template/tree
 internal/template/tree            : kind
 internal/testbed                  : template
 internal/trace                    :
+internal/workgroup                : kind
+internal/workload                 : access argv audit clip driver guest/guestclient guest/wire journal kind session workgroup
 `
 
 // A fence limits everything that a part of the tree reaches, directly or by way
@@ -113,13 +120,15 @@ var fences = []fence{
 	{of: "internal/session", only: "internal/session internal/kind", std: true, why: "it is vocabulary"},
 	{of: "internal/secret", only: "internal/secret", std: true, why: "a type that hides what it holds depends on nothing"},
 	{of: "internal/trace", only: "internal/trace internal/kind", std: true, why: "it is a leaf: standard library and kind only"},
-	{of: "internal/poll", only: "internal/poll internal/kind", std: true, pending: true, why: "it is a leaf: standard library and kind only"},
-	{of: "internal/dirlock", only: "internal/dirlock internal/kind", std: true, pending: true, why: "it is a leaf: standard library and kind only"},
+	{of: "internal/durable", only: "internal/durable internal/kind", std: true, why: "it is a leaf: standard library and kind only"},
+	{of: "internal/poll", only: "internal/poll internal/kind", std: true, why: "it is a leaf: standard library and kind only"},
+	{of: "internal/clip", only: "internal/clip internal/kind", std: true, why: "it is a leaf: standard library and kind only"},
+	{of: "internal/dirlock", only: "internal/dirlock internal/kind", std: true, why: "it is a leaf: standard library and kind only"},
 	{of: "internal/argv", only: "internal/argv internal/kind", std: true, pending: true, why: "it is a leaf: standard library and kind only"},
-	{of: "internal/access", only: "internal/access internal/audit internal/trace internal/session internal/kind", std: true, why: "a decision depends on the request, not on the part that asks"},
+	{of: "internal/access", only: "internal/access internal/audit internal/trace internal/clip internal/durable internal/session internal/kind", std: true, why: "a decision depends on the request, not on the part that asks"},
 	{of: "internal/sandbox", only: "internal/sandbox internal/driver internal/session internal/kind internal/argv", std: true, why: "it is the vocabulary that node and lifecycle share"},
-	{of: "internal/audit", only: "internal/audit internal/trace internal/session internal/kind", std: true, why: "checking a record should take little code"},
-	{of: "internal/guest cmd/bivy-guest", only: "cmd/bivy-guest internal/guest internal/guest/ internal/kind internal/argv", why: "the guest contains nothing of the control plane"},
+	{of: "internal/audit", only: "internal/audit internal/trace internal/clip internal/durable internal/session internal/kind", std: true, why: "checking a record should take little code"},
+	{of: "internal/guest cmd/bivy-guest", only: "cmd/bivy-guest internal/guest internal/guest/ internal/kind internal/argv internal/clip internal/poll", why: "the guest contains nothing of the control plane"},
 	{of: "cmd/bivy-sentry", only: "cmd/bivy-sentry internal/driver/gvisor/sentry internal/driver/gvisor/bootflags", why: "every sandbox executes it: no SQL, no HTTP, no command line"},
 	{of: "internal/journal", never: "internal/store internal/node internal/driver/ internal/api internal/daemon internal/lifecycle internal/workload", pending: true, why: "it writes records through the store that the daemon gives it"},
 	{of: "internal/workload", never: "internal/store internal/node internal/driver/ internal/api internal/daemon internal/link internal/cgroup internal/template", pending: true, why: "commands and files reach the sandbox through interfaces that the daemon fills"},
@@ -127,7 +136,7 @@ var fences = []fence{
 	{of: "internal/node", never: "internal/journal internal/workload internal/store internal/auth internal/driver/ internal/api internal/daemon internal/link internal/cgroup internal/template", why: "a node knows sandboxes and the driver contract; it cannot reach the database"},
 	{of: "internal/node", never: "internal/lifecycle", why: "a node does what it is asked to and does not know why it is asked"},
 	{of: "internal/api", except: "internal/api/apitest", never: "internal/store internal/node internal/driver/ internal/daemon internal/link internal/cgroup internal/bundle", why: "the API cannot reach a driver, a node or a database: it calls lifecycle and workload"},
-	{of: "internal/cli", only: "internal/cli client internal/config internal/audit internal/trace internal/session internal/kind internal/argv internal/dirlock internal/poll", why: "the command line is a client like any other: what REST does not offer, its caller passes in"},
+	{of: "internal/cli", only: "internal/cli client internal/config internal/audit internal/trace internal/session internal/kind internal/argv internal/clip internal/dirlock internal/durable internal/poll", why: "the command line is a client like any other: what REST does not offer, its caller passes in"},
 	{of: "internal/store", except: "internal/store/storetest", never: "internal/lifecycle internal/workload internal/journal internal/node internal/driver internal/api internal/guest internal/link internal/cgroup internal/template internal/daemon", why: "a store keeps rows"},
 	{of: "internal/driver", never: "internal/store internal/lifecycle internal/workload internal/journal internal/node internal/api internal/daemon internal/template", why: "a driver isolates, and knows sandboxes only"},
 	{of: "internal/template", never: "internal/store internal/lifecycle internal/workload internal/journal internal/node internal/driver internal/api internal/daemon", why: "images are built from hostile input, by code that reaches no other part"},

@@ -3,6 +3,7 @@ package client
 import (
 	"context"
 	"errors"
+	"fmt"
 	"io"
 	"net/http"
 	"net/http/httptest"
@@ -103,6 +104,8 @@ func TestAuditRoutes(t *testing.T) {
 			io.WriteString(w, `{"payloadType":"x","payload":"e30="}`)
 		case "/v1/audit/key", "/v1/audit/key/rotate":
 			io.WriteString(w, `{"algorithm":"ed25519","fingerprint":"new","former":[{"fingerprint":"old","lost":true}]}`)
+		case "/v1/audit/listing":
+			io.WriteString(w, `{"record":"session/a","seq":4,"hash":"ab","sealed":true}`+"\n"+`{"record":"system/n/1","seq":2,"hash":"cd","sealed":false}`+"\n")
 		default:
 			io.WriteString(w, "a line\n")
 		}
@@ -122,8 +125,18 @@ func TestAuditRoutes(t *testing.T) {
 	if got := read(c.SystemRecord(t.Context())); got != "a line\n" {
 		t.Errorf("system record %q", got)
 	}
-	if got := read(c.RecordListing(t.Context())); got != "a line\n" {
+	var listed []string
+	for r, err := range c.RecordListing(t.Context()) {
+		if err != nil {
+			t.Fatal(err)
+		}
+		listed = append(listed, fmt.Sprintf("%s %d %s %t", r.Record, r.Seq, r.Hash, r.Sealed))
+	}
+	if got := strings.Join(listed, ", "); got != "session/a 4 ab true, system/n/1 2 cd false" {
 		t.Errorf("listing %q", got)
+	}
+	for range c.RecordListing(t.Context()) {
+		break // the rest of the answer is not read
 	}
 	if head, err := c.AuditHead(t.Context()); err != nil || string(head) != `{"payloadType":"x","payload":"e30="}` {
 		t.Errorf("head %s, %v", head, err)
@@ -134,8 +147,25 @@ func TestAuditRoutes(t *testing.T) {
 	if k, err := c.RotateAuditKey(t.Context(), RotateAuditKey{Lost: true}); err != nil || k.Fingerprint != "new" {
 		t.Errorf("rotated key %+v, %v", k, err)
 	}
-	want := "GET /v1/audit/system, GET /v1/audit/listing, GET /v1/audit/head, GET /v1/audit/key, POST /v1/audit/key/rotate {\"lost\":true}"
+	want := "GET /v1/audit/system, GET /v1/audit/listing, GET /v1/audit/listing, GET /v1/audit/head, GET /v1/audit/key, POST /v1/audit/key/rotate {\"lost\":true}"
 	if got := strings.Join(asked, ", "); got != want {
 		t.Errorf("asked for\n%s, want\n%s", got, want)
+	}
+}
+
+// TestListingThatIsCut ends with an error: what is listed until then is not all.
+func TestListingThatIsCut(t *testing.T) {
+	c := serve(t, func(w http.ResponseWriter, r *http.Request) {
+		io.WriteString(w, `{"record":"session/a","seq":4,"hash":"ab","sealed":true}`+"\n"+`{"record":"sess`)
+		http.NewResponseController(w).Flush()
+		panic(http.ErrAbortHandler)
+	})
+	var n int
+	var last error
+	for _, err := range c.RecordListing(t.Context()) {
+		n, last = n+1, err
+	}
+	if n != 2 || last == nil {
+		t.Errorf("%d items, the last with error %v", n, last)
 	}
 }

@@ -48,6 +48,11 @@ func run() error {
 	if err := guest.Settle(cfg.Log); err != nil {
 		return err
 	}
+	if os.Getpid() == 1 {
+		if err := guest.FillRun(cfg.Run); err != nil {
+			cfg.Log.Warn("directories of the image are missing in /run", "err", err)
+		}
+	}
 	ctx, stop := context.WithCancel(context.Background())
 	defer stop()
 	// Process 1 must survive every signal a program inside can send it. They

@@ -19,15 +19,15 @@ import (
 // Caller is an authenticated principal and the role of its key. It is
 // comparable. The zero Caller may do nothing.
 type Caller struct {
-	Principal session.Principal
-	Role      Role
+	Principal session.Principal // who calls
+	Role      Role              // of the key that was sent
 }
 
 // Resource is what an action is about. The zero value stands for actions that
 // are about no session.
 type Resource struct {
-	Session session.ID
-	Owner   session.Principal // of the session
+	Session session.ID        // which session; empty: none
+	Owner   session.Principal // of that session
 }
 
 // Of returns the resource that s is.
@@ -35,9 +35,9 @@ func Of(s session.Session) Resource { return Resource{Session: s.ID, Owner: s.Ow
 
 // Request asks for one decision.
 type Request struct {
-	Caller   Caller
-	Action   Action
-	Resource Resource
+	Caller   Caller   // who asks
+	Action   Action   // for what
+	Resource Resource // on what
 }
 
 // Decider is a set of rules. Its methods are safe for concurrent use, take no

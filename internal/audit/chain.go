@@ -38,9 +38,9 @@ const (
 
 // Head is the end of a record's chain, which the next event refers to.
 type Head struct {
-	Record RecordID
-	Seq    uint64 // of the last event; 0 for a record without events
-	Hash   string // of the last event; what the first event refers to for a record without events
+	Record RecordID // which record
+	Seq    uint64   // of the last event; 0 for a record without events
+	Hash   string   // of the last event; what the first event refers to for a record without events
 
 	// Counts is how often each action occurs. It is filled where a record is
 	// sealed and nil elsewhere.

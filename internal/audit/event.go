@@ -41,6 +41,7 @@ const (
 	FileIntent        Action = "file.intent"           // payload: {op, path, …}: mkdir, move, remove, read
 	FileDone          Action = "file.done"             // payload: {op, path}
 	OutOfMemory       Action = "sandbox.oom"           // payload: {kills}
+	LeaseReleased     Action = "template.released"     // payload: {}; an addendum: a lease that the end could not give back is given back
 	OutboundRefused   Action = "link.outbound_refused" // payload: {packets}
 	ClockJumped       Action = "clock.jumped"          // payload: {ms}
 	IntentLost        Action = "intent.lost"           // payload: {seq, action}; the outcome of the intent that it concludes is not known
@@ -97,8 +98,8 @@ const (
 // Decision is which rules allowed, denied or held an action. The zero value
 // says that nothing decided.
 type Decision struct {
-	Verdict Verdict `json:"verdict"`
-	Policy  string  `json:"policy"` // digest of the rules, "sha256:…"
+	Verdict Verdict `json:"verdict"` // what the rules answered
+	Policy  string  `json:"policy"`  // digest of the rules, "sha256:…"
 }
 
 // Entry is what a caller wants recorded; the store makes an Event of it. The

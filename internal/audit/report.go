@@ -55,10 +55,10 @@ type SystemReport struct {
 func (r Report) String() string {
 	var b strings.Builder
 	if !r.Sealed {
-		fmt.Fprintf(&b, "chain intact: session %s, %d events, not sealed: the session has not ended", r.Session, r.Events)
+		fmt.Fprintf(&b, "chain intact: session %s, %s, not sealed: the session has not ended", r.Session, count(r.Events, "event"))
 		qualifyIntents(&b, r.Open)
 	} else {
-		fmt.Fprintf(&b, "verified: session %s, %d events, %d addenda, sealed %s, key %s", r.Session, r.Events, r.Addenda, stamp(r.SealedAt), r.Key)
+		fmt.Fprintf(&b, "verified: session %s, %s, %s, sealed %s, key %s", r.Session, count(r.Events, "event"), addenda(r.Addenda), stamp(r.SealedAt), r.Key)
 		if r.Pinned != r.Key {
 			fmt.Fprintf(&b, "\nthe key follows from pinned key %s by rotation", r.Pinned)
 		}
@@ -67,7 +67,7 @@ func (r Report) String() string {
 		}
 		qualifyIntents(&b, r.OpenAddenda)
 		if r.Residuals > 0 {
-			fmt.Fprintf(&b, "\n%d residuals: the end could not prove", r.Residuals)
+			fmt.Fprintf(&b, "\n%s: the end could not prove", count(uint64(r.Residuals), "residual"))
 			for _, text := range r.Closeout.Residuals[:min(len(r.Closeout.Residuals), shownResiduals)] {
 				b.WriteString("\n  " + clean(text))
 			}
@@ -77,7 +77,7 @@ func (r Report) String() string {
 		}
 	}
 	if r.Cuts > 0 {
-		fmt.Fprintf(&b, "\nthe list of changed files is incomplete: %d %s events say what is missing", r.Cuts, FileChangesCut)
+		fmt.Fprintf(&b, "\nthe list of changed files is incomplete: %s of %s", count(r.Cuts, "event"), FileChangesCut)
 	}
 	qualifyErased(&b, r.Erased)
 	return b.String()
@@ -91,7 +91,7 @@ func (r SystemReport) String() string {
 	if r.Sealed == 0 {
 		word = "chain intact"
 	}
-	fmt.Fprintf(&b, "%s: system record of node %s, %d events in %d segments, ", word, r.Node, r.Events, r.Segments)
+	fmt.Fprintf(&b, "%s: system record of node %s, %s in %s, ", word, r.Node, count(r.Events, "event"), count(r.Segments, "segment"))
 	if r.Sealed == 0 {
 		b.WriteString("none sealed")
 	} else {
@@ -101,7 +101,7 @@ func (r SystemReport) String() string {
 		fmt.Fprintf(&b, "\n%d keys signed segments", r.Keys)
 	}
 	if r.Unsealed > 0 {
-		fmt.Fprintf(&b, "\nthe last %d events are not sealed yet: no signature covers them", r.Unsealed)
+		fmt.Fprintf(&b, "\nnot sealed yet, so that no signature covers them: the last %s", count(r.Unsealed, "event"))
 	}
 	qualifyIntents(&b, r.Open)
 	qualifyErased(&b, r.Erased)
@@ -113,14 +113,29 @@ const shownResiduals = 20
 
 func qualifyIntents(b *strings.Builder, open []Intent) {
 	if len(open) > 0 {
-		fmt.Fprintf(b, "\n%d intents without an outcome, the first: event %d, %s", len(open), open[0].Seq, open[0].Action)
+		fmt.Fprintf(b, "\n%s without an outcome, the first: event %d, %s", count(uint64(len(open)), "intent"), open[0].Seq, open[0].Action)
 	}
 }
 
 func qualifyErased(b *strings.Builder, n uint64) {
 	if n > 0 {
-		fmt.Fprintf(b, "\n%d payloads were erased, as %s events announce: what they said cannot be checked", n, PayloadErased)
+		fmt.Fprintf(b, "\n%s erased, as %s announces: what was in them cannot be checked", count(n, "payload"), PayloadErased)
 	}
+}
+
+// count writes a number with its unit.
+func count(n uint64, unit string) string {
+	if n == 1 {
+		return "1 " + unit
+	}
+	return fmt.Sprintf("%d %ss", n, unit)
+}
+
+func addenda(n uint64) string {
+	if n == 1 {
+		return "1 addendum"
+	}
+	return fmt.Sprintf("%d addenda", n)
 }
 
 func stamp(t time.Time) string { return t.UTC().Format(time.RFC3339) }

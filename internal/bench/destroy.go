@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"bivy/client"
+	"bivy/internal/poll"
 )
 
 const goneName = "DELETE to nothing left"
@@ -67,17 +68,16 @@ func (b *bench) endOne(ctx context.Context, s *server, answer *series, steps map
 		answer.took(time.Since(start))
 		ended <- err
 	}()
-	tick := time.NewTicker(time.Millisecond)
-	defer tick.Stop()
-	for left := "everything"; left != ""; {
-		select {
-		case <-tick.C:
-		case <-ctx.Done():
-			return 0, 0, errors.Join(fmt.Errorf("session %s: %s is left: %w", session.ID, left, ctx.Err()), <-ended)
+	left := "everything"
+	err = poll.Until(ctx, poll.Every(time.Millisecond/2), func() (bool, error) {
+		if left = t.left(); left != "" {
+			return false, nil
 		}
-		if left = t.left(); left == "" {
-			gone = time.Since(start)
-		}
+		gone = time.Since(start)
+		return true, nil
+	})
+	if err != nil {
+		return 0, 0, errors.Join(fmt.Errorf("session %s: %s is left: %w", session.ID, left, err), <-ended)
 	}
 	if err := <-ended; err != nil {
 		return 0, 0, err

@@ -16,6 +16,7 @@ import (
 
 	"bivy/client"
 	"bivy/internal/bundle"
+	"bivy/internal/poll"
 )
 
 const (
@@ -52,7 +53,7 @@ func memory(ctx context.Context, b *bench) ([]Figure, error) {
 	if s.boxes, err = b.groups.watch(parent); err != nil {
 		return nil, err
 	}
-	if err := pause(ctx, settleTime); err != nil {
+	if err := poll.Sleep(ctx, settleTime); err != nil {
 		return nil, err
 	}
 	figures = append(figures,
@@ -115,7 +116,7 @@ func (b *bench) held(s *server) held {
 
 // idle measures idle sandboxes.
 func (b *bench) idle(ctx context.Context, s *server) ([]Figure, error) {
-	if err := pause(ctx, settleTime); err != nil {
+	if err := poll.Sleep(ctx, settleTime); err != nil {
 		return nil, err
 	}
 	before := b.held(s)
@@ -132,7 +133,7 @@ func (b *bench) idle(ctx context.Context, s *server) ([]Figure, error) {
 	if err := group.Wait(); err != nil {
 		return nil, err
 	}
-	if err := pause(ctx, settleTime); err != nil {
+	if err := poll.Sleep(ctx, settleTime); err != nil {
 		return nil, err
 	}
 	after := b.held(s)
@@ -222,17 +223,4 @@ func seenInside(ctx context.Context, session *client.Session) (int64, error) {
 		}
 	}
 	return 0, fmt.Errorf("no VmRSS in /proc/1/status: %w", io.ErrUnexpectedEOF)
-}
-
-// pause waits for what goes on by itself to be over: there is no event that
-// says that memory was given back.
-func pause(ctx context.Context, d time.Duration) error {
-	timer := time.NewTimer(d)
-	defer timer.Stop()
-	select {
-	case <-timer.C:
-		return nil
-	case <-ctx.Done():
-		return ctx.Err()
-	}
 }

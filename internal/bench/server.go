@@ -17,6 +17,7 @@ import (
 	"bivy/internal/cgroup"
 	"bivy/internal/config"
 	"bivy/internal/kind"
+	"bivy/internal/poll"
 )
 
 // server is a bivy serve of our own, on loopback.
@@ -139,20 +140,24 @@ func (b *bench) key(r config.Running) (string, error) {
 func (s *server) await(ctx context.Context) (config.Running, error) {
 	ctx, cancel := context.WithTimeout(ctx, startLimit)
 	defer cancel()
-	tick := time.NewTicker(2 * time.Millisecond)
-	defer tick.Stop()
-	for {
-		if r, ok, err := config.Find(s.runDir); err != nil || ok && r.PID == s.cmd.Process.Pid {
-			return r, err
+	var running config.Running
+	err := poll.Until(ctx, poll.Every(2*time.Millisecond), func() (bool, error) {
+		r, ok, err := config.Find(s.runDir)
+		if err != nil || ok && r.PID == s.cmd.Process.Pid {
+			running = r
+			return true, err
 		}
 		select {
-		case <-tick.C:
 		case <-s.exited:
-			return config.Running{}, fmt.Errorf("the server ended: %w\n%s", s.err, s.tail())
-		case <-ctx.Done():
-			return config.Running{}, fmt.Errorf("the server is not ready: %w\n%s", ctx.Err(), s.tail())
+			return true, fmt.Errorf("the server ended: %w\n%s", s.err, s.tail())
+		default:
+			return false, nil
 		}
+	})
+	if ctx.Err() != nil {
+		err = fmt.Errorf("the server is not ready: %w\n%s", err, s.tail())
 	}
+	return running, err
 }
 
 // tail is the end of the server's log.

@@ -17,6 +17,7 @@ import (
 
 	"github.com/klauspost/compress/zstd"
 
+	"bivy/internal/durable"
 	"bivy/internal/kind"
 )
 
@@ -76,16 +77,10 @@ func (m Manifest) Unpack(dir, name string) (string, error) {
 	if err := os.MkdirAll(home, 0o755); err != nil {
 		return "", err
 	}
-	tmp, err := os.CreateTemp(home, ".unpack-*")
-	if err != nil {
-		return "", err
-	}
-	defer os.Remove(tmp.Name()) // fails once renamed
-	_, err = tmp.Write(data)
-	if err := errors.Join(err, tmp.Chmod(0o755), tmp.Sync(), tmp.Close()); err != nil {
+	if err := durable.WriteFile(path, data, 0o755); err != nil {
 		return "", fmt.Errorf("unpack %s: %w", name, err)
 	}
-	return path, os.Rename(tmp.Name(), path)
+	return path, nil
 }
 
 // Open returns the binary's bytes, checked against the manifest.

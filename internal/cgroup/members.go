@@ -16,7 +16,7 @@ import (
 )
 
 // PlaceTree moves a process and all its descendants into the group, so that
-// what they make later is born there. It walks until a walk finds nobody new.
+// what they make later starts there. It walks until a walk finds no new process.
 func (g *Group) PlaceTree(pid int) error {
 	placed := map[int]bool{}
 	for {
@@ -30,8 +30,8 @@ func (g *Group) PlaceTree(pid int) error {
 				continue
 			}
 			placed[p], fresh = true, true
-			// Moving is dear, looking is not: before a move the kernel waits
-			// for everybody who is forking or executing, for milliseconds.
+			// Moving is slow, looking is not: before a move the kernel waits,
+			// for milliseconds, for every process that is forking or executing.
 			if in, err := g.Contains(p); err == nil && in {
 				continue
 			}

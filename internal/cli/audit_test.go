@@ -51,7 +51,8 @@ type testNode struct {
 	tree    audit.Tree
 	sealed  []audit.ListedRecord
 	records map[session.ID]*chain
-	system  *chain
+	system  *chain   // the open segment
+	closed  []*chain // the segments before it
 	// answers are records that are served in place of others.
 	answers map[session.ID]session.ID
 	// traces are the traceparent headers of requests.
@@ -74,7 +75,7 @@ func newTestNode(t *testing.T) *testNode {
 
 // state is a copy of the records, as of a database.
 func (n *testNode) state() func() {
-	tree, sealed, system, records := n.tree.Encode(), slices.Clone(n.sealed), n.system.clone(), map[session.ID]*chain{}
+	tree, sealed, system, closed, records := n.tree.Encode(), slices.Clone(n.sealed), n.system.clone(), slices.Clone(n.closed), map[session.ID]*chain{}
 	for id, c := range n.records {
 		records[id] = c.clone()
 	}
@@ -83,7 +84,7 @@ func (n *testNode) state() func() {
 		if n.tree, err = audit.ParseTree(tree); err != nil {
 			n.t.Fatal(err)
 		}
-		n.sealed, n.system, n.records = sealed, system, records
+		n.sealed, n.system, n.closed, n.records = sealed, system, closed, records
 	}
 }
 
@@ -130,6 +131,24 @@ func (n *testNode) end(id session.ID, residuals ...string) {
 	n.sealed = append(n.sealed, audit.ListedRecord{Record: c.head.Record, Seq: c.head.Seq, Hash: c.head.Hash, Sealed: true})
 }
 
+// closeSegment seals the open segment of the system record and opens the next.
+func (n *testNode) closeSegment() {
+	n.t.Helper()
+	n.add(n.system, audit.SegmentClosed, nil)
+	seal, err := n.signer.SealSegment(n.system.head, n.heads(), audit.SegmentCloseout{OpenedAt: auditMoment.Now, SealedAt: auditMoment.Now})
+	if err != nil {
+		n.t.Fatal(err)
+	}
+	n.system.seals = []audit.Seal{seal}
+	head := n.system.head
+	n.tree.Append(head.Leaf())
+	n.sealed = append(n.sealed, audit.ListedRecord{Record: head.Record, Seq: head.Seq, Hash: head.Hash, Sealed: true})
+	n.closed = append(n.closed, n.system)
+	n.system = &chain{head: audit.Start(audit.SystemRecord(n.name, uint64(len(n.closed)+1)), head.Root())}
+	n.system.head.Counts = map[audit.Action]uint64{}
+	n.add(n.system, audit.SegmentOpened, nil)
+}
+
 func (n *testNode) heads() audit.Heads {
 	var open []audit.OpenHead
 	for _, c := range n.records {
@@ -172,9 +191,13 @@ func (n *testNode) export(id session.ID) string {
 
 func (n *testNode) exportSystem() string {
 	n.t.Helper()
+	var segments []audit.SegmentExport
+	for _, c := range n.closed {
+		segments = append(segments, audit.SegmentExport{Events: n.each(c.events), Seal: &c.seals[0]})
+	}
+	segments = append(segments, audit.SegmentExport{Events: n.each(n.system.events)})
 	var b bytes.Buffer
-	err := audit.ExportSystem(&b, audit.SystemExport{Node: n.name, Rotations: n.signer.Rotations(),
-		Segments: []audit.SegmentExport{{Events: n.each(n.system.events)}}})
+	err := audit.ExportSystem(&b, audit.SystemExport{Node: n.name, Rotations: n.signer.Rotations(), Segments: segments})
 	if err != nil {
 		n.t.Fatal(err)
 	}
@@ -320,6 +343,9 @@ func (h *auditHost) want(code int, texts []string, args ...string) string {
 		if !strings.Contains(out+errs, text) {
 			h.t.Errorf("bivy %s: %q is not in\n%s%s", strings.Join(args, " "), text, out, errs)
 		}
+	}
+	if strings.Contains(errs, "bad record: ") && strings.Contains(errs, "bivy: ") {
+		h.t.Errorf("bivy %s prints its error twice\n%s", strings.Join(args, " "), errs)
 	}
 	if code != 0 && strings.Contains(out, "verified:") {
 		h.t.Errorf("bivy %s fails and says\n%s", strings.Join(args, " "), out)
@@ -501,6 +527,37 @@ func TestVerifyHeadOfExport(t *testing.T) {
 	h.want(1, []string{"bad record: session/" + string(kept), "is missing"}, "audit", "verify", "--system", "--head", file)
 	h.want(2, []string{"--head", "has no seal"}, "audit", "verify", "--system", "--head", h.write("open", n.exportSystem()))
 	h.want(1, []string{"bad record: "}, "audit", "verify", "--system", "--head", h.write("forged", strings.Replace(n.export(n.session()), "session.running", "session.runninG", 1)))
+}
+
+// TestVerifyHeadOfSystemExport takes the statement from the newest seal of an
+// export of the system record.
+func TestVerifyHeadOfSystemExport(t *testing.T) {
+	h := newAuditHost(t)
+	n := h.node
+	n.end(n.session())
+	first := h.write("first", n.exportSystem())
+	older := n.state()
+	n.closeSegment()
+	n.add(n.system, "server.started", nil)
+	kept := h.write("kept", n.exportSystem())
+	n.add(n.system, "server.stopped", nil)
+	h.want(0, []string{"5 events in 2 segments, 1 sealed", "all 1 seals are still there, 1 were made since"}, "audit", "verify", "--system", "--head", kept)
+	_, statement, _ := h.run("audit", "head")
+	head := h.write("head", statement)
+	h.want(0, []string{"all 2 seals are still there"}, "audit", "verify", "--system", "--head", head)
+	// An earlier export does not contain what the statement names.
+	h.want(1, []string{"bad record: ", "system/node-1/2 is missing"}, "audit", "verify", "--system", "--head", head, first)
+
+	// The open segment is replaced by one of the same length and more.
+	whole := n.system
+	n.system = &chain{head: audit.Start(whole.head.Record, n.closed[0].head.Root())}
+	n.system.head.Counts = map[audit.Action]uint64{}
+	n.add(n.system, audit.SegmentOpened, nil)
+	n.add(n.system, "server.stopped", nil)
+	n.add(n.system, "server.stopped", nil)
+	h.want(1, []string{"bad record: segment 2, event 2 (", "was replaced"}, "audit", "verify", "--system", "--head", kept)
+	older()
+	h.want(1, []string{"bad record: "}, "audit", "verify", "--system", "--head", kept)
 }
 
 // TestVerifyHeadAfterRotation accepts the statement of a key that a pinned one

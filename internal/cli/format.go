@@ -60,7 +60,7 @@ func table(w io.Writer, rows ...[]string) error {
 	return tw.Flush()
 }
 
-// size formats a number of bytes.
+// formatSize formats a number of bytes.
 func formatSize(n int64) string {
 	const unit = 1024
 	if n < unit {
@@ -74,7 +74,7 @@ func formatSize(n int64) string {
 	return fmt.Sprintf("%.1f %ciB", f, "KMGTP"[i])
 }
 
-// span formats a duration in the largest unit that fits.
+// formatDuration formats a duration in the largest unit that fits.
 func formatDuration(d time.Duration) string {
 	switch {
 	case d < 0:
@@ -95,7 +95,7 @@ func formatDuration(d time.Duration) string {
 	return fmt.Sprintf("%.0f d", d.Hours()/24)
 }
 
-// when formats a time; "-" for the zero time.
+// formatTime formats a time; "-" for the zero time.
 func formatTime(t time.Time) string {
 	if t.IsZero() {
 		return "-"

@@ -227,7 +227,7 @@ func (a *app) terminalSize() (client.Size, bool) {
 	return client.Size{Cols: uint16(cols), Rows: uint16(rows)}, true
 }
 
-// feed sends in to the standard input of the command.
+// copyStdin sends in to the standard input of the command.
 func copyStdin(p *client.Process, in io.Reader) {
 	buf := make([]byte, 32<<10)
 	for {

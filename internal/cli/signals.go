@@ -40,7 +40,7 @@ type signals struct {
 	times map[syscall.Signal]int // how often each has arrived
 }
 
-// catch starts receiving signals, until stop is called. cancel cancels the work.
+// notify starts receiving signals, until stop is called. cancel cancels the work.
 func notify(cancel context.CancelFunc) *signals {
 	s := &signals{ch: make(chan os.Signal, 16), pipe: make(chan os.Signal, 1), done: make(chan struct{}),
 		sends: make(chan func(context.Context), maxSends), cancel: cancel, times: map[syscall.Signal]int{}}

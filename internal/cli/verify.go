@@ -11,6 +11,7 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 
 	"github.com/spf13/cobra"
@@ -145,8 +146,10 @@ func (a *app) verifySystem(ctx context.Context, file string, keys []audit.Public
 			return a.badRecord(err)
 		}
 		o.Node = held.Node
-		if held.System.Record != "" {
-			o.Contains = []audit.OpenHead{held.System}
+		for _, h := range []audit.OpenHead{held.System, held.own} {
+			if _, _, ok := h.Record.Segment(); ok && !slices.Contains(o.Contains, h) {
+				o.Contains = append(o.Contains, h)
+			}
 		}
 	}
 	var in io.ReadCloser
@@ -161,9 +164,6 @@ func (a *app) verifySystem(ctx context.Context, file string, keys []audit.Public
 	}
 	defer in.Close()
 	r, err := audit.VerifySystem(in, keys, o)
-	if err == nil && r.Contained < len(o.Contains) {
-		err = kind.Errorf(kind.Invalid, "the system record does not contain event %d of %s, which the statement of %s names", held.System.Seq, held.System.Record, formatTime(held.Time))
-	}
 	if err != nil {
 		return a.badRecord(err)
 	}
@@ -309,10 +309,7 @@ func checkContinued(ctx context.Context, c *client.Client, id string, o audit.Op
 		return err
 	}
 	defer in.Close()
-	r, err := audit.Verify(in, keys, audit.VerifyOptions{Session: session.ID(id), AllowOpen: true, AllowErased: true, Contains: []audit.OpenHead{o}})
-	if err == nil && r.Contained != 1 {
-		err = kind.Errorf(kind.Invalid, "it does not contain event %d of %s", o.Seq, o.Record)
-	}
+	_, err = audit.Verify(in, keys, audit.VerifyOptions{Session: session.ID(id), AllowOpen: true, AllowErased: true, Contains: []audit.OpenHead{o}})
 	return err
 }
 

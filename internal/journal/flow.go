@@ -8,8 +8,8 @@ import (
 	"time"
 
 	"bivy/internal/audit"
+	"bivy/internal/clip"
 	"bivy/internal/session"
-	"bivy/internal/text"
 )
 
 // Step is one part of a flow. Everything it does can be done again, and what
@@ -250,7 +250,7 @@ func (f *Flow) one(ctx context.Context, s *Step) error {
 		return nil
 	}
 	err = fmt.Errorf("%s %s: %w", f.name, s.Name, err)
-	p.Error = text.Cut(err.Error(), MaxErrorText)
+	p.Error = clip.Counted(err.Error(), MaxErrorText)
 	f.leave(s.Name, failedStep(f.name, s.Name, p.Error))
 	if !f.goOn || !s.Must {
 		f.Outcomes = append(f.Outcomes, f.outcome(audit.StepFailed, audit.Failed, p))
@@ -318,7 +318,7 @@ func (f *Flow) Undo(ctx context.Context, steps []Step) error {
 		if err != nil {
 			err = fmt.Errorf("undo %s %s: %w", f.name, s.Name, err)
 			errs = append(errs, err)
-			p.Error = text.Cut(err.Error(), MaxErrorText)
+			p.Error = clip.Counted(err.Error(), MaxErrorText)
 			e = f.Entry(audit.StepFailed, audit.Failed, p)
 		}
 		e.Concludes = seq + uint64(begin+i)

@@ -236,7 +236,7 @@ func TestHeadsAreSignedWhenSomethingWasWritten(t *testing.T) {
 	if _, err := s.Head(t.Context(), access.Caller{Principal: session.Principal{Subject: "key:d"}, Role: access.Developer}); !kind.Is(err, kind.Denied) {
 		t.Errorf("a head for a developer: %v", err)
 	}
-	if _, err := s.signing.Signer().Public(), statement; err.PayloadType == "" {
+	if statement.PayloadType == "" {
 		t.Error("the statement is empty")
 	}
 }

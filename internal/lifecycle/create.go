@@ -8,12 +8,12 @@ import (
 
 	"bivy/internal/access"
 	"bivy/internal/audit"
+	"bivy/internal/clip"
 	"bivy/internal/driver"
 	"bivy/internal/journal"
 	"bivy/internal/kind"
 	"bivy/internal/sandbox"
 	"bivy/internal/session"
-	"bivy/internal/text"
 	"bivy/internal/workgroup"
 	"bivy/internal/workload"
 )
@@ -338,7 +338,7 @@ func failureDetail(ctx context.Context, cause error) string {
 	case kind.Of(cause) == kind.Internal:
 		return "an internal fault; the record has it"
 	}
-	return text.Cut(cause.Error(), journal.MaxErrorText)
+	return clip.Counted(cause.Error(), journal.MaxErrorText)
 }
 
 // earlier returns the session of a repeated create, once it is no longer

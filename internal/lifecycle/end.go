@@ -11,10 +11,10 @@ import (
 
 	"bivy/internal/access"
 	"bivy/internal/audit"
+	"bivy/internal/clip"
 	"bivy/internal/journal"
 	"bivy/internal/kind"
 	"bivy/internal/session"
-	"bivy/internal/text"
 	"bivy/internal/workgroup"
 )
 
@@ -228,7 +228,7 @@ func (m *Manager) endOnce(ctx context.Context, e *managed, req endRequest, flow 
 // seal concludes what is left open and seals the record.
 func (m *Manager) seal(ctx context.Context, e *managed, s session.Session, flow *journal.Flow) (session.Session, error) {
 	if i := e.incarnation(); i != nil && !i.Drain(ctx, m.b.Drain) {
-		m.log.Warn("operations did not stop in time; the end records their outcomes as lost", "session", e.id)
+		m.log.Warn("operations did not stop in time; the end records their outcomes as lost", "session", e.id, "outcomes", e.log.PendingCount())
 	}
 	left, err := e.log.TakeOver(ctx, "end")
 	if err != nil {
@@ -319,7 +319,7 @@ const measureTime = 2 * time.Second
 func (m *Manager) measure(ctx context.Context, id session.SandboxID) (journal.Result, error) {
 	s, err := m.o.Node.Stats(ctx, id)
 	if kind.Is(err, kind.NotFound) || kind.Is(err, kind.Unavailable) {
-		return journal.Result{Facts: map[string]any{"unknown": text.Cut(err.Error(), journal.MaxErrorText)}}, nil
+		return journal.Result{Facts: map[string]any{"unknown": clip.Counted(err.Error(), journal.MaxErrorText)}}, nil
 	}
 	if err != nil {
 		return journal.Result{}, err
@@ -344,7 +344,7 @@ func (m *Manager) kill(ctx context.Context, id session.SandboxID) (journal.Resul
 	}
 	facts := map[string]any{"found": removal.Found}
 	if removal.Earlier != "" {
-		facts["destroyed_before_by"] = text.Cut(removal.Earlier, journal.MaxErrorText)
+		facts["destroyed_before_by"] = clip.Counted(removal.Earlier, journal.MaxErrorText)
 	}
 	return journal.Result{Facts: facts}, nil
 }
@@ -476,6 +476,13 @@ func (m *Manager) releaseOverdue(ctx context.Context) error {
 	var errs []error
 	for _, id := range overdue {
 		if err := m.o.Templates.Release(ctx, string(id)); err != nil {
+			errs = append(errs, fmt.Errorf("template lease of session %s: %w", id, err))
+			continue
+		}
+		// The seal names the lease as a residual; that it is given back after
+		// all is an addendum.
+		err := m.addFact(ctx, id, audit.Entry{Action: audit.LeaseReleased, Outcome: audit.OK, Actor: journal.System, Object: "template"})
+		if err != nil {
 			errs = append(errs, fmt.Errorf("template lease of session %s: %w", id, err))
 			continue
 		}

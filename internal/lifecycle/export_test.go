@@ -1,6 +1,16 @@
 package lifecycle
 
-import "bivy/internal/session"
+import (
+	"context"
+
+	"bivy/internal/audit"
+	"bivy/internal/session"
+)
+
+// AddFact records a fact about a session that may have ended.
+func (m *Manager) AddFact(ctx context.Context, id session.ID, e audit.Entry) error {
+	return m.addFact(ctx, id, e)
+}
 
 // Died reports whether the manager has heard that the sandbox of a create in
 // progress stopped.

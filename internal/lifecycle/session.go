@@ -202,10 +202,9 @@ func (m *Manager) addenda(ctx context.Context, id session.ID, count uint64, yiel
 	return err
 }
 
-// AddFact records something about a session that became known after its
-// record was sealed: a revocation that succeeded at last, for example. Before
-// the seal it is an event of the record like any other.
-func (m *Manager) AddFact(ctx context.Context, id session.ID, e audit.Entry) error {
+// addFact records a fact about a session that may have ended: after the seal it
+// is an addendum, before it an event of the record like any other.
+func (m *Manager) addFact(ctx context.Context, id session.ID, e audit.Entry) error {
 	s, err := m.o.Store.Get(ctx, id)
 	if err != nil {
 		return err

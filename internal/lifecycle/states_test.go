@@ -300,6 +300,31 @@ func TestAddenda(t *testing.T) {
 	}
 }
 
+// A lease that the end could not give back is a residual in the seal, and an
+// addendum once it is given back.
+func TestLateReleaseIsAnAddendum(t *testing.T) {
+	w := newWorld(t)
+	d := w.start(func(o *lifecycle.Options) { o.Bounds.Sweep = 5 * time.Millisecond })
+	s := d.create()
+	d.f.add(rule{call: "Templates.Release", times: 4}) // the end tries three times
+	s = d.end(s.ID)
+	if len(s.Residuals) != 1 {
+		t.Errorf("residuals: %v", s.Residuals)
+	}
+	waitFor(t, func() bool {
+		n := 0
+		err := w.store.Addenda(t.Context(), s.ID, 0, func(e audit.Stored) error {
+			if e.Event.Action == audit.LeaseReleased {
+				n++
+			}
+			return nil
+		})
+		return err == nil && n == 1
+	})
+	w.checkEnded(d, s.ID, session.Requested)
+	w.checkNothingLeft()
+}
+
 func (w *world) export(d *daemon, id session.ID) string {
 	w.t.Helper()
 	var b bytes.Buffer

@@ -314,8 +314,8 @@ func TestOutboundRefusal(t *testing.T) {
 	}
 }
 
-// TestCloseEndsFlows: closing a link cuts accepted connections and tells their
-// handlers.
+// TestCloseEndsFlows: closing a link cuts accepted connections and ends the
+// contexts of their handlers.
 func TestCloseEndsFlows(t *testing.T) {
 	accepted, ended := make(chan struct{}), make(chan error, 1)
 	host, dial := guestStack(t, Options{Outbound: func(ctx context.Context, f *Flow) {
@@ -348,6 +348,6 @@ func TestCloseEndsFlows(t *testing.T) {
 			t.Error("a read on a closed link succeeded")
 		}
 	case <-ctx.Done():
-		t.Error("the handler was not told")
+		t.Error("the context of the handler did not end")
 	}
 }

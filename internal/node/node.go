@@ -7,7 +7,6 @@ import (
 	"io"
 	"log/slog"
 	"maps"
-	"runtime"
 	"sync"
 	"time"
 
@@ -37,8 +36,8 @@ type Options struct {
 	Log       *slog.Logger // nil: discard
 	AgentPort uint16       // where the agent listens inside; 0: wire.Port
 
-	// HostCPUs is how many processors a guest may see at most; 0: those of
-	// this machine.
+	// HostCPUs is how many processors a guest may see at most, as in
+	// sandbox.ShapeOf; 0: those of this machine.
 	HostCPUs int
 
 	BootID string               // of this boot; empty: the kernel's
@@ -108,9 +107,6 @@ func New(o Options) (*Node, error) {
 	}
 	if o.AgentPort == 0 {
 		o.AgentPort = wire.Port
-	}
-	if o.HostCPUs == 0 {
-		o.HostCPUs = runtime.NumCPU()
 	}
 	if o.Uptime == nil {
 		o.Uptime = hostclock.Uptime
@@ -418,7 +414,7 @@ func (n *Node) Stats(ctx context.Context, id session.SandboxID) (driver.Stats, e
 // List is what is on the host now.
 func (n *Node) List(ctx context.Context) ([]driver.Found, error) { return n.o.Driver.List(ctx) }
 
-// Notices tells of sandboxes that stopped, are past their deadline or lost
+// Notices is where the node reports sandboxes that stopped, are past their deadline or lost
 // processes to their memory limit. The node never waits for its reader:
 // notices of one sandbox that were not read yet are merged.
 func (n *Node) Notices() <-chan sandbox.Notice { return n.notices.out }

@@ -29,16 +29,16 @@ import (
 
 // world is a machine, a daemon's directory on it and a clock that jumps.
 type world struct {
-	log  *recordLog
-	dir  string
-	host *fake.Host
-	jump atomic.Int64 // of the wall clock, nanoseconds
-	boot string
-	born time.Time
+	log   *recordLog
+	dir   string
+	host  *fake.Host
+	jump  atomic.Int64 // of the wall clock, nanoseconds
+	boot  string
+	start time.Time
 }
 
 func newWorld(t *testing.T) *world {
-	return &world{log: &recordLog{}, dir: t.TempDir(), host: &fake.Host{Dir: t.TempDir()}, boot: "boot-1", born: time.Now()}
+	return &world{log: &recordLog{}, dir: t.TempDir(), host: &fake.Host{Dir: t.TempDir()}, boot: "boot-1", start: time.Now()}
 }
 
 func (w *world) node(t *testing.T) (*Node, *fake.Driver) {
@@ -46,7 +46,7 @@ func (w *world) node(t *testing.T) (*Node, *fake.Driver) {
 	d := &fake.Driver{Host: w.host}
 	n, err := New(Options{
 		Dir: w.dir, Driver: d, BootID: w.boot, Recorder: w.log,
-		Uptime: func() time.Duration { return time.Since(w.born) },
+		Uptime: func() time.Duration { return time.Since(w.start) },
 		Now:    func() time.Time { return time.Now().Add(time.Duration(w.jump.Load())) },
 	})
 	if err != nil {
@@ -351,7 +351,7 @@ func TestRecoverOddities(t *testing.T) {
 	if err := destroy(t, n2, unclear); err != nil {
 		t.Error(err)
 	}
-	// What the node destroyed by itself is recorded, and told to who asks.
+	// What the node destroyed by itself is recorded, and reported to a caller that asks.
 	for id, why := range map[session.SandboxID]string{torn: "unexpected end of JSON input", newer: "it has version 99, and this build reads up to 1"} {
 		why = "its handle file does not read: " + why
 		w.wantRecord(t, id, "sandbox.destroy.intent pending: "+why, "sandbox.destroyed ok: "+why)
@@ -619,7 +619,7 @@ func TestNoticesMerge(t *testing.T) {
 		t.Errorf("merged: %+v", x)
 	}
 	if x, ok := w.take(); ok {
-		t.Errorf("told twice: %+v", x)
+		t.Errorf("sent twice: %+v", x)
 	}
 }
 

@@ -125,8 +125,8 @@ func (n *Node) recover(ctx context.Context, file saved, there bool) (r sandbox.R
 }
 
 // clear removes the handle file of a sandbox that cannot be taken back, and
-// first, when something of it is there, the sandbox. Whoever owns it is told:
-// left is true when the caller has to destroy it.
+// first, when something of it is there, the sandbox. left is true when the
+// caller has to destroy it.
 func (n *Node) clear(ctx context.Context, r sandbox.Recovered, there bool, why string) (_ sandbox.Recovered, left bool, _ error) {
 	if !there {
 		return r, false, n.erase(r.ID)

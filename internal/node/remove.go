@@ -28,8 +28,8 @@ type destruction struct {
 
 // Destroy kills the sandbox, proves its death and removes all of it from the
 // host. It may be repeated, also for a sandbox that the node does not know.
-// It reports what it found, so that the caller can tell a sandbox that it
-// ended from one that was gone before.
+// It reports what it found, so that the caller can distinguish a sandbox
+// that it ended from one that was gone before.
 func (n *Node) Destroy(ctx context.Context, id session.SandboxID) (sandbox.Removal, error) {
 	if _, _, err := id.Split(); err != nil {
 		return sandbox.Removal{}, err

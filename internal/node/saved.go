@@ -40,7 +40,7 @@ type saved struct {
 	unreadable string // why the file does not read; empty when it does
 }
 
-// identity is what Bind tells the agent.
+// identity is what Bind gives to the agent.
 type identity struct {
 	Env      map[string]string `json:"env,omitempty"`
 	Hostname string            `json:"hostname,omitempty"`

@@ -6,6 +6,7 @@
 package sandbox
 
 import (
+	"runtime"
 	"slices"
 	"time"
 
@@ -19,7 +20,7 @@ type Spec struct {
 	Owner    driver.Owner
 	Session  session.Spec // defaulted and valid
 	Template Template
-	Deadline time.Time // when the node tells that its time is up; zero: never
+	Deadline time.Time // when the node sends the notice that its time is up; zero: never
 }
 
 // AgentSearchPath is the PATH of the agent, which its commands start from.
@@ -48,8 +49,12 @@ func (s Spec) StartRequest(hostCPUs int) driver.StartRequest {
 // ShapeOf is what a guest with these resources sees on a host with that many
 // processors. A CPU limit is rounded up to whole processors, but to at least
 // two: a guest that sees one leaves out locks that gVisor's threads need. It
-// is never more than the host has, except for those two.
+// is never more than the host has, except for those two. hostCPUs 0 means the
+// processors of this machine.
 func ShapeOf(r session.Resources, hostCPUs int) driver.Shape {
+	if hostCPUs == 0 {
+		hostCPUs = runtime.NumCPU()
+	}
 	cpus := (r.CPUMillis + 999) / 1000
 	if r.CPUMillis == 0 {
 		cpus = int64(hostCPUs)
@@ -100,7 +105,7 @@ type Removal struct {
 	Earlier string // who had destroyed it before and why, "node: deadline passed"; empty: not known
 }
 
-// Notice tells that something happened to a sandbox. The same notice may come
+// Notice says that something happened to a sandbox. The same notice may come
 // again: it is a reason to look, and what is true is what the node lists and
 // measures.
 type Notice struct {

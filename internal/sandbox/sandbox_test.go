@@ -1,6 +1,7 @@
 package sandbox
 
 import (
+	"runtime"
 	"testing"
 
 	"github.com/google/go-cmp/cmp"
@@ -18,6 +19,7 @@ func TestShapeOf(t *testing.T) {
 		{50, 8, 2}, {1000, 8, 2}, {2000, 8, 2}, {2001, 8, 3}, {4000, 8, 4}, {8000, 8, 8}, {9000, 8, 8}, {64000, 2, 2},
 		{1000, 1, 2}, // never one, on a host of one either
 		{0, 4, 4},    // no limit
+		{64000, 0, max(2, runtime.NumCPU())},
 	} {
 		got := ShapeOf(session.Resources{CPUMillis: tc.millis, MemoryMiB: 3, DiskMiB: 5}, tc.host)
 		if want := (driver.Shape{CPUs: tc.cpus, MemoryBytes: 3 << 20, DiskBytes: 5 << 20}); got != want {

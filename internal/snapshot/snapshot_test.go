@@ -86,7 +86,7 @@ func TestMadeOnceByMany(t *testing.T) {
 }
 
 // TestDamageIsSeen: whatever is wrong with a snapshot's files, it is made
-// again, by a process that made it itself where a size tells, by the next one
+// again, by the process that made it when a size is wrong, by the next one
 // in any case.
 func TestDamageIsSeen(t *testing.T) {
 	for name, damage := range map[string]func(t *testing.T, dir, file string) error{

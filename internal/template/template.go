@@ -20,8 +20,8 @@ var digestForm = regexp.MustCompile(`^sha256:[0-9a-f]{64}$`)
 // this form cannot be used.
 var shortDigest = regexp.MustCompile(`^sha256:[0-9a-f]{12,64}$`)
 
-// ParseDigest checks the form of a digest.
-func ParseDigest(s string) (Digest, error) {
+// parseDigest checks the form of a digest.
+func parseDigest(s string) (Digest, error) {
 	if !digestForm.MatchString(s) {
 		return "", kind.Errorf(kind.Invalid, "%.100q is not a digest: want sha256: and 64 hex digits", s)
 	}

@@ -12,12 +12,12 @@ import (
 	"strings"
 
 	"bivy/internal/audit"
+	"bivy/internal/clip"
 	"bivy/internal/driver"
 	"bivy/internal/guest/wire"
 	"bivy/internal/journal"
 	"bivy/internal/kind"
 	"bivy/internal/session"
-	"bivy/internal/text"
 )
 
 // ListChanges lists what a sandbox that was closed and frozen has left changed
@@ -57,7 +57,7 @@ func (s *Service) ListChanges(ctx context.Context, id session.SandboxID) (journa
 		if ctx.Err() != nil {
 			err = fmt.Errorf("not finished within %s", s.b.List)
 		}
-		why = text.Cut(err.Error(), journal.MaxErrorText)
+		why = clip.Counted(err.Error(), journal.MaxErrorText)
 	}
 	out.Entries = l.entries
 	var residuals []string
@@ -100,7 +100,7 @@ func outside(report driver.ChangeReport) (entries []audit.Entry, residual string
 		if n < maxOutside {
 			entries = append(entries, audit.Entry{
 				Action: audit.FilesOutside, Outcome: audit.Failed, Object: "file",
-				Payload: outsidePayload{Path: text.Cut(wire.Escape(o.Path), maxPathText), Files: o.Files, Bytes: o.Bytes, Guest: o.Guest},
+				Payload: outsidePayload{Path: clip.Counted(wire.Escape(o.Path), maxPathText), Files: o.Files, Bytes: o.Bytes, Guest: o.Guest},
 			})
 		}
 	}
@@ -196,9 +196,9 @@ func describe(h *tar.Header) filePayload {
 		p.Kind = kindOf(h.Typeflag)
 	}
 	if p.Kind == "symlink" || p.Kind == "hardlink" {
-		p.Target = text.Cut(wire.Escape(h.Linkname), maxPathText)
+		p.Target = clip.Counted(wire.Escape(h.Linkname), maxPathText)
 	}
-	p.Path = text.Cut(wire.Escape(name), maxPathText)
+	p.Path = clip.Counted(wire.Escape(name), maxPathText)
 	return p
 }
 

@@ -10,16 +10,16 @@ import (
 	"sync/atomic"
 	"syscall"
 	"time"
-	"unicode/utf8"
 
 	"bivy/internal/access"
+	"bivy/internal/argv"
 	"bivy/internal/audit"
+	"bivy/internal/clip"
 	"bivy/internal/guest/guestclient"
 	"bivy/internal/guest/wire"
 	"bivy/internal/journal"
 	"bivy/internal/kind"
 	"bivy/internal/session"
-	"bivy/internal/text"
 	"bivy/internal/workgroup"
 )
 
@@ -211,15 +211,12 @@ func (s *Service) listCommands(ctx context.Context, who access.Caller, action ac
 	return infos, nil
 }
 
+// process is what the agent is asked to start.
+func (c Command) process() argv.Command { return argv.Command{Argv: c.Argv, Env: c.Env, Dir: c.Cwd} }
+
 func checkCommand(cmd Command) error {
-	if len(cmd.Argv) == 0 || cmd.Argv[0] == "" {
-		return kind.Errorf(kind.Invalid, "missing: the program to run").WithField("argv")
-	}
-	if err := session.ValidateEnv("env", cmd.Env); err != nil {
+	if err := cmd.process().Check(); err != nil {
 		return err
-	}
-	if m := wire.CheckCommand(cmd.Argv[0], cmd.Argv[1:], cmd.Env, cmd.Cwd); m != nil {
-		return refusedCommand(m)
 	}
 	if cmd.Timeout < 0 {
 		return kind.Errorf(kind.Invalid, "%s is negative", cmd.Timeout).WithField("timeout")
@@ -231,16 +228,12 @@ func checkCommand(cmd Command) error {
 }
 
 func intentPayload(cmd Command) commandPayload {
+	shown, escaped := wire.EscapeCommand(cmd.process())
 	p := commandPayload{
-		Argv: make([]string, 0, len(cmd.Argv)), Cwd: wire.Escape(cmd.Cwd), User: cmd.User, Env: slices.Sorted(maps.Keys(cmd.Env)),
+		Argv: shown.Argv, Cwd: shown.Dir, User: cmd.User, Env: slices.Sorted(maps.Keys(cmd.Env)),
 		Stdin: cmd.Stdin, PTY: cmd.PTY != nil, Millis: cmd.Timeout.Milliseconds(), Tag: cmd.Tag,
 	}
-	plain := utf8.ValidString(cmd.Cwd)
-	for _, s := range cmd.Argv {
-		plain = plain && utf8.ValidString(s)
-		p.Argv = append(p.Argv, wire.Escape(s))
-	}
-	if !plain {
+	if escaped {
 		p.Encoding = "escaped"
 	}
 	return p
@@ -363,7 +356,7 @@ func (c *command) refuse(err error, began chan<- error) {
 	refused := refusedCommand(err)
 	recorded := i.log.Conclude(c.pending, audit.Entry{
 		Action: audit.CommandRefused, Outcome: audit.Refused, Object: commandObject(c.info.ID),
-		Payload: refusedPayload{Command: c.info.ID, Error: text.Cut(refused.Error(), journal.MaxErrorText)},
+		Payload: refusedPayload{Command: c.info.ID, Error: clip.Counted(refused.Error(), journal.MaxErrorText)},
 	})
 	if recorded != nil {
 		i.s.log.Error("recording a refused command", "session", i.session, "error", recorded)

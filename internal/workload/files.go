@@ -13,12 +13,12 @@ import (
 
 	"bivy/internal/access"
 	"bivy/internal/audit"
+	"bivy/internal/clip"
 	"bivy/internal/guest/guestclient"
 	"bivy/internal/guest/wire"
 	"bivy/internal/journal"
 	"bivy/internal/kind"
 	"bivy/internal/session"
-	"bivy/internal/text"
 )
 
 // File operations that read or change content are recorded like commands:
@@ -65,7 +65,7 @@ func (s *Service) beginFile(ctx context.Context, who access.Caller, id session.I
 }
 
 func failedFile(about filePayload, err error) filePayload {
-	about.Error = text.Cut(err.Error(), journal.MaxErrorText)
+	about.Error = clip.Counted(err.Error(), journal.MaxErrorText)
 	return about
 }
 

@@ -1,6 +1,7 @@
 package workload
 
 import (
+	"bivy/internal/argv"
 	"errors"
 	"time"
 )
@@ -10,7 +11,7 @@ type Size struct{ Cols, Rows uint16 }
 
 // Command is a process to run in a session.
 type Command struct {
-	Argv    []string          // the program and its arguments
+	Argv    argv.Argv         // the program and its arguments
 	Env     map[string]string // beside the session's
 	Cwd     string            // empty: the session's working directory
 	User    string            // empty: the session's user
@@ -50,7 +51,7 @@ type Exit struct {
 type CommandInfo struct {
 	ID        string    // 20 characters
 	PID       uint32    // inside the session; 0 until it runs
-	Argv      []string  // the program and its arguments
+	Argv      argv.Argv // the program and its arguments
 	Cwd       string    // as asked for
 	User      string    // as asked for
 	PTY       bool      // it has a terminal

@@ -465,7 +465,7 @@ func waitForExit(e *env) {
 	e.nothingLeft(e.ctx)
 }
 
-// owners are kept with the sandbox and told by List, by the process that
+// owners are kept with the sandbox and shown by List, in the process that
 // started it and by the next one.
 func owners(e *env) {
 	want := map[session.SandboxID]driver.Owner{}
@@ -495,6 +495,9 @@ func owners(e *env) {
 			e.Errorf("List has owners %v, want %v", got, want)
 		}
 		e.restart()
+	}
+	for id := range want {
+		e.destroy(id)
 	}
 }
 

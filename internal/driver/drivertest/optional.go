@@ -256,6 +256,7 @@ func setLimits(e *env) {
 		e.Fatalf("Recover: %v", err)
 	}
 	e.limitsHold(id)
+	e.destroy(id)
 }
 
 // limitsHold checks that the limits of setLimits are those that the driver
@@ -288,7 +289,7 @@ func (e *env) limitsHold(id session.SandboxID) {
 	}
 }
 
-// recorder is an Outbound that echoes and tells of every flow.
+// recorder is an Outbound that echoes and reports every flow.
 type recorder struct {
 	flows chan recorded
 }

@@ -151,8 +151,8 @@ func leftovers(t *testing.T, dir string) []string {
 	for _, e := range entries {
 		left = append(left, e.Name())
 	}
-	// A child that has died is reaped a moment later by whoever started it,
-	// which after a restart is not who destroyed it.
+	// A child that has died is reaped a moment later by the Host that started
+	// it, which after a restart is not the one that destroyed it.
 	grown, err := leakcheck.Settle(context.Background(), leakcheck.Where{Marker: dir, Dirs: []string{dir}, Ignore: func(k leakcheck.Kind, _ string) bool {
 		return k == leakcheck.Goroutine || k == leakcheck.FD || k == leakcheck.File
 	}}, leakcheck.Snapshot{}, 2*time.Second)

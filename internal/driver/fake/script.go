@@ -29,7 +29,7 @@ type Fault struct {
 	Err     error           // of FailBefore and FailAfter; nil: one of kind Unavailable
 	Until   <-chan struct{} // of Stall; nil: until the call's context ends
 	Deaf    bool            // of Stall: the call's context is ignored too
-	Hit     chan<- struct{} // told, if it has room, each time the fault strikes
+	Hit     chan<- struct{} // sent to, if it has room, each time the fault is played
 }
 
 // script is the faults still to come.

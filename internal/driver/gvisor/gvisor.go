@@ -335,7 +335,7 @@ func (d *Driver) Close() error {
 	return d.host.RemoveIfEmpty()
 }
 
-// OutboundRefused is how much the sandbox tried to send of its own accord.
+// outboundRefused counts what the guest tried to send and was refused.
 func (s *sandbox) outboundRefused() uint64 {
 	if wire := s.wire.Load(); wire != nil {
 		return wire.Refused()

@@ -496,7 +496,7 @@ func TestListenerFromBeforeTheSnapshot(t *testing.T) {
 	}
 }
 
-// TestExportIsOCI: deletions and replaced directories are told the OCI way.
+// TestExportIsOCI: deletions and replaced directories are written as OCI layers have them.
 func TestExportIsOCI(t *testing.T) {
 	d := newDriver(t, t.TempDir())
 	id := start(t, d, nil)
@@ -539,7 +539,7 @@ func TestExportIsOCI(t *testing.T) {
 }
 
 // TestRecoverWhilePaused: a frozen guest stays frozen through a restart, is
-// exported as it is, and runs on only when it is told to.
+// exported as it is, and runs on only when it is resumed.
 func TestRecoverWhilePaused(t *testing.T) {
 	root := t.TempDir()
 	d := newDriver(t, root)
@@ -595,7 +595,10 @@ func TestRecoverWhilePaused(t *testing.T) {
 // a deletion is a file.
 func TestExportOfLargeFilesAndForgedNames(t *testing.T) {
 	d := newDriver(t, t.TempDir())
-	id := start(t, d, func(r *driver.StartRequest) { r.Limits.DiskBytes = 512 << 20; r.Limits.MemoryBytes = 512 << 20 })
+	id := start(t, d, func(r *driver.StartRequest) {
+		r.Limits.DiskBytes, r.Limits.MemoryBytes = 512<<20, 512<<20
+		r.Shape.DiskBytes = 512 << 20
+	})
 	mustRun(t, d, id, "sh", "-c", "head -c 300M /dev/zero > /root/big; echo payload > /root/.wh.evil; echo after > /var/zzz; rm /etc/issue")
 	if err := d.Pause(t.Context(), id); err != nil {
 		t.Fatal(err)

@@ -191,7 +191,7 @@ func (p *inspection) files(pid int) error {
 }
 
 // nameless reports whether a descriptor's link is to something that no path
-// leads to; deleted files are told by their suffix and do not count.
+// leads to; deleted files have a suffix and do not count.
 func nameless(to string) bool {
 	for _, prefix := range []string{"socket:[", "pipe:[", "anon_inode:", "/memfd:"} {
 		if strings.HasPrefix(to, prefix) {

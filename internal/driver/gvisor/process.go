@@ -113,7 +113,7 @@ func (s *sandbox) watch(pid int, child bool) error {
 		}
 		s.exit = exit
 		close(s.ended)
-		// Callers that talk to a dead guest would wait for ever. In turn: a
+		// Without this, callers that talk to a dead guest would wait without end. In turn: a
 		// destroy holds the sandbox until it has ended.
 		s.busy <- struct{}{}
 		defer s.release()

@@ -75,8 +75,8 @@ func (s *sandbox) acquire(ctx context.Context) error {
 func (s *sandbox) release() { <-s.busy }
 
 // do runs one operation on a running sandbox. When ctx ends first the caller
-// is told so and the operation goes on: a guest kernel that has stopped
-// answering ends it by being destroyed, which needs no answer of its.
+// gets its error and the operation goes on: when a guest kernel does not
+// answer, destroying the sandbox ends the operation.
 func (s *sandbox) do(ctx context.Context, op func() error) error {
 	if err := s.acquire(ctx); err != nil {
 		return err

@@ -12,15 +12,14 @@ import (
 	"strings"
 
 	"bivy/internal/driver"
-	"bivy/internal/durable"
 	"bivy/internal/session"
 )
 
 // newSlot returns a fresh name for what a sandbox has on the host.
 //
-// It has the form of a sandbox id of generation 0. So a slot whose label is
-// missing, which takes somebody who removed it, is listed and destroyed like a
-// sandbox, under its own name.
+// It has the form of a sandbox id of generation 0. A slot whose label is
+// missing is therefore listed and destroyed like a sandbox, under its own
+// name.
 func newSlot() string { return string(session.NewID().Sandbox(0)) }
 
 func isSlot(name string) bool {
@@ -44,7 +43,12 @@ const (
 )
 
 // makeBundle makes the bundle of a slot with its label. It appears under its
-// name with the label in it, and survives a loss of power.
+// name with the label in it, so that a process that dies never leaves a slot
+// without one.
+//
+// It does not wait for the disk, which would take longer than the rest of a
+// start. A loss of power ends every sandbox, and leaves files at most: a
+// bundle whose label was lost by it is listed under the slot's name.
 func (d *Driver) makeBundle(slot string, l label) error {
 	l.Version = labelVersion
 	b, err := json.Marshal(l)
@@ -55,14 +59,14 @@ func (d *Driver) makeBundle(slot string, l label) error {
 	if err := os.Mkdir(work, 0o711); err != nil {
 		return err
 	}
-	err = durable.WriteFile(filepath.Join(work, labelFile), b, 0o600)
+	err = os.WriteFile(filepath.Join(work, labelFile), b, 0o600)
 	if err == nil {
 		err = os.Rename(work, d.bundle(slot))
 	}
 	if err != nil {
 		return errors.Join(err, os.RemoveAll(work))
 	}
-	return durable.SyncDir(d.bundles())
+	return nil
 }
 
 // removeBundle removes the bundle of a slot. Its name goes first, so that a

@@ -96,7 +96,13 @@ func (d *Driver) Checkpoint(ctx context.Context, id session.SandboxID, to driver
 		return err
 	}
 	return s.do(ctx, func() error {
-		if err := s.checkpoint(to, o); err != nil {
+		err := s.checkpoint(to, o)
+		if err == nil && !o.Leave {
+			// A running guest kernel ends by itself; one that is paused waits
+			// for its resume.
+			err = s.group.Kill(ctx)
+		}
+		if err != nil {
 			return fmt.Errorf("checkpoint %s: %w", s.id, err)
 		}
 		return nil

@@ -100,9 +100,17 @@ func (b *batch) newRecord(start audit.Head) (*record, error) {
 // remembered returns the record as it is within the transaction, as a copy that
 // becomes true when the request succeeds, or nil when it has to be loaded.
 func (b *batch) remembered(id audit.RecordID) *record {
-	for _, known := range []map[audit.RecordID]*record{b.mine, b.staged, b.open} {
+	if rec := b.known(id); rec != nil {
+		return rec.copied()
+	}
+	return nil
+}
+
+// known is remembered without the copy: the caller only reads it.
+func (b *batch) known(id audit.RecordID) *record {
+	for _, known := range [...]map[audit.RecordID]*record{b.mine, b.staged, b.open} {
 		if rec, ok := known[id]; ok {
-			return rec.copied()
+			return rec
 		}
 	}
 	return nil
@@ -274,15 +282,10 @@ func (b *batch) heads(node session.NodeID, without audit.RecordID) (audit.Heads,
 	if err != nil {
 		return audit.Heads{}, err
 	}
-	rows, err := b.stmt.openHeads.QueryContext(context.Background(), string(node))
+	open, err := b.openHeads(node, without)
 	if err != nil {
 		return audit.Heads{}, err
 	}
-	open, err := scanHeads(rows)
-	if err != nil {
-		return audit.Heads{}, err
-	}
-	open = slices.DeleteFunc(open, func(h audit.OpenHead) bool { return h.Record == without })
 	system, err := scanSystemHead(b.stmt.systemHead.QueryRowContext(context.Background(), string(node)))
 	if err != nil {
 		return audit.Heads{}, err
@@ -291,6 +294,44 @@ func (b *batch) heads(node session.NodeID, without audit.RecordID) (audit.Heads,
 		system = audit.OpenHead{}
 	}
 	return audit.NewHeads(node, b.moment.Now, tree, open, system), nil
+}
+
+// openHeads returns the heads of the session records of a node that are open.
+// It reads those that the writer does not remember.
+func (b *batch) openHeads(node session.NodeID, without audit.RecordID) ([]audit.OpenHead, error) {
+	rows, err := b.stmt.openRecords.QueryContext(context.Background(), string(node))
+	if err != nil {
+		return nil, err
+	}
+	defer rows.Close()
+	var open []audit.OpenHead
+	var unknown []int // places in open whose heads have to be read
+	for rows.Next() {
+		var id session.ID
+		if err := rows.Scan(&id); err != nil {
+			return nil, err
+		}
+		h := audit.OpenHead{Record: audit.SessionRecord(id)}
+		if h.Record == without {
+			continue
+		}
+		if rec := b.known(h.Record); rec != nil {
+			h.Seq, h.Hash = rec.head.Seq, rec.head.Hash
+		} else {
+			unknown = append(unknown, len(open))
+		}
+		open = append(open, h)
+	}
+	if err := errors.Join(rows.Err(), rows.Close()); err != nil {
+		return nil, err
+	}
+	for _, i := range unknown {
+		h := &open[i]
+		if err := b.stmt.headSelect.QueryRowContext(context.Background(), string(h.Record)).Scan(&h.Seq, &h.Hash); err != nil {
+			return nil, fmt.Errorf("head of %s: %w", h.Record, err)
+		}
+	}
+	return open, nil
 }
 
 func scanHeads(rows *sql.Rows) ([]audit.OpenHead, error) {

@@ -89,7 +89,8 @@ type statements struct {
 	sandboxPut, sandboxEnd                                      *sql.Stmt
 	addendaInsert, addendaSelect, addendaSealInsert             *sql.Stmt
 	segmentInsert, segmentUpdate, segmentLast                   *sql.Stmt
-	leafInsert, treeSelect, treePut, openHeads, systemHead      *sql.Stmt
+	leafInsert, treeSelect, treePut                             *sql.Stmt
+	openRecords, headSelect, systemHead                         *sql.Stmt
 	idempotencySelect, idempotencyPut, idempotencyExpire        *sql.Stmt
 	keyInsert, keyRevoke, keyUse                                *sql.Stmt
 }
@@ -132,8 +133,10 @@ func newWriter(ctx context.Context, s *Store, conn *sql.Conn) (*writer, error) {
 		&w.stmt.leafInsert: "INSERT INTO leaf (node, position, record, seq) VALUES (?, ?, ?, ?)",
 		&w.stmt.treeSelect: treeQuery,
 		&w.stmt.treePut:    "INSERT INTO tree (node, subtrees) VALUES (?, ?) ON CONFLICT (node) DO UPDATE SET subtrees = excluded.subtrees",
-		&w.stmt.openHeads:  openHeadsQuery,
-		&w.stmt.systemHead: systemHeadQuery,
+
+		&w.stmt.openRecords: "SELECT id FROM session WHERE node = ? AND state <> 'ended'",
+		&w.stmt.headSelect:  "SELECT e.seq, lower(hex(e.hash)) FROM record r JOIN event e ON e.record = r.n WHERE r.id = ? ORDER BY e.seq DESC LIMIT 1",
+		&w.stmt.systemHead:  systemHeadQuery,
 
 		&w.stmt.idempotencySelect: "SELECT i.digest, " + sessionColumns + " FROM idempotency i JOIN session s ON s.n = i.session WHERE i.scope = ? AND i.key = ?",
 		&w.stmt.idempotencyPut:    "INSERT OR REPLACE INTO idempotency (scope, key, digest, session, expires_at) VALUES (?, ?, ?, ?, ?)",
