@@ -16,6 +16,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"bivy/internal/argv"
 	"bivy/internal/guest/accounts"
 	"bivy/internal/guest/files"
 	"bivy/internal/guest/wire"
@@ -76,8 +77,9 @@ func badField(field, format string, args ...any) error {
 
 // check refuses what could not be applied whole.
 func (a *Agent) check(req wire.InitRequest) error {
-	if m := wire.CheckEnv("envVars", req.EnvVars); m != nil {
-		return &files.Refused{Status: http.StatusBadRequest, Why: m.Why, Text: m.Error()}
+	// It is merged from the template's and the session's.
+	if err := argv.CheckProcessEnv("envVars", req.EnvVars); err != nil {
+		return &files.Refused{Status: http.StatusBadRequest, Why: wire.ReasonOf(err), Text: err.Error()}
 	}
 	if len(req.AccessToken) > 1024 || strings.ContainsFunc(req.AccessToken, func(r rune) bool { return r <= ' ' || r > '~' }) {
 		return badField("accessToken", "want up to 1024 printable characters without spaces")

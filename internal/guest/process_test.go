@@ -145,13 +145,13 @@ func TestExecRefusals(t *testing.T) {
 		{"cwd closed", guestclient.Command{Argv: []string{"true"}, Cwd: closed}, kind.Invalid, wire.ReasonCwd, "closed to the user"},
 		{"cwd of another", guestclient.Command{Argv: []string{"true"}, Cwd: "~root"}, kind.Invalid, wire.ReasonCwd, "another user's home"},
 		{"unknown user", guestclient.Command{Argv: []string{"true"}, User: "root123"}, kind.Unauthentic, wire.ReasonUser, "invalid username: 'root123'"},
-		{"NUL in argument", guestclient.Command{Argv: []string{"echo", "a\x00b"}}, kind.Invalid, wire.ReasonArgs, "args[0]"},
-		{"NUL in command", guestclient.Command{Argv: []string{"echo\x00"}}, kind.Invalid, wire.ReasonArgs, "cmd"},
-		{"NUL in variable", guestclient.Command{Argv: []string{"echo"}, Env: map[string]string{"A": "\x00"}}, kind.Invalid, wire.ReasonEnv, `envs["A"]`},
-		{"bad variable name", guestclient.Command{Argv: []string{"echo"}, Env: map[string]string{"A=B": ""}}, kind.Invalid, wire.ReasonEnv, `envs["A=B"]`},
+		{"NUL in argument", guestclient.Command{Argv: []string{"echo", "a\x00b"}}, kind.Invalid, wire.ReasonArgs, "argument 1"},
+		{"NUL in command", guestclient.Command{Argv: []string{"echo\x00"}}, kind.Invalid, wire.ReasonArgs, "the program's name"},
+		{"NUL in variable", guestclient.Command{Argv: []string{"echo"}, Env: map[string]string{"A": "\x00"}}, kind.Invalid, wire.ReasonEnv, `value of "A"`},
+		{"bad variable name", guestclient.Command{Argv: []string{"echo"}, Env: map[string]string{"A=B": ""}}, kind.Invalid, wire.ReasonEnv, `name "A=B"`},
 		{"NUL in cwd", guestclient.Command{Argv: []string{"echo"}, Cwd: "/\x00"}, kind.Invalid, wire.ReasonCwd, "cwd"},
-		{"10 MB environment", guestclient.Command{Argv: []string{"echo"}, Env: env}, kind.Invalid, wire.ReasonEnv, "envs: 107"},
-		{"long argument", guestclient.Command{Argv: []string{"echo", strings.Repeat("x", 128<<10)}}, kind.Invalid, wire.ReasonArgs, "args[0]"},
+		{"10 MB environment", guestclient.Command{Argv: []string{"echo"}, Env: env}, kind.Invalid, wire.ReasonEnv, "env: 107"},
+		{"long argument", guestclient.Command{Argv: []string{"echo", strings.Repeat("x", 128<<10)}}, kind.Invalid, wire.ReasonArgs, "argument 1"},
 	}
 	for _, tt := range tests {
 		t.Run(tt.name, func(t *testing.T) {

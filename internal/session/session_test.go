@@ -10,6 +10,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 
+	"bivy/internal/argv"
 	"bivy/internal/kind"
 )
 
@@ -194,8 +195,8 @@ func TestValidateRefuses(t *testing.T) {
 		{"env", func(s *Spec) { s.Env = map[string]string{"\xff": "x"} }},
 		{"env", func(s *Spec) { s.Env = map[string]string{"A": "x\x00y"} }},
 		{"env", func(s *Spec) { s.Env = map[string]string{"A": "\xff"} }},
-		{"env", func(s *Spec) { s.Env = map[string]string{"A": long(MaxEnvBytes)} }},
-		{"env", func(s *Spec) { s.Env = many(MaxEnvCount + 1) }},
+		{"env", func(s *Spec) { s.Env = map[string]string{"A": long(argv.MaxEnvBytes)} }},
+		{"env", func(s *Spec) { s.Env = many(argv.MaxEnvCount + 1) }},
 		{"user", func(s *Spec) { s.User = "two words" }},
 		{"user", func(s *Spec) { s.User = long(65) }},
 		{"workdir", func(s *Spec) { s.Workdir = "relative" }},
@@ -225,16 +226,16 @@ func TestValidateRefuses(t *testing.T) {
 
 func TestEnvBounds(t *testing.T) {
 	// Exactly what is allowed, and one more.
-	fits := map[string]string{"A": strings.Repeat("x", MaxEnvBytes-3)}
+	fits := map[string]string{"A": strings.Repeat("x", argv.MaxEnvBytes-3)}
 	if err := ValidateEnv("env", fits); err != nil {
-		t.Errorf("%d bytes: %v", MaxEnvBytes, err)
+		t.Errorf("%d bytes: %v", argv.MaxEnvBytes, err)
 	}
 	fits["A"] += "x"
 	if err := ValidateEnv("command.env", fits); !kind.Is(err, kind.Invalid) || kind.Field(err) != "command.env" || kind.Hint(err) == "" {
 		t.Errorf("one byte more: %v", err)
 	}
 	many := map[string]string{}
-	for i := range MaxEnvCount {
+	for i := range argv.MaxEnvCount {
 		many[fmt.Sprint("N", i)] = "v"
 	}
 	if err := ValidateEnv("env", many); err != nil {

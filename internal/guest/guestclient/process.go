@@ -11,10 +11,10 @@ import (
 	"sync/atomic"
 	"syscall"
 	"time"
-	"unicode/utf8"
 
 	"connectrpc.com/connect"
 
+	"bivy/internal/argv"
 	"bivy/internal/guest/wire"
 	pb "bivy/internal/guest/wire/gen/process"
 	"bivy/internal/kind"
@@ -105,29 +105,27 @@ type Process struct {
 // it ends, Next returns an error, and the process goes on. The caller must
 // Close the process.
 func (c *Client) Exec(ctx context.Context, cmd Command) (*Process, error) {
-	if len(cmd.Argv) == 0 {
-		return nil, kind.Errorf(kind.Invalid, "is empty").WithField("argv")
+	what := argv.Command{Argv: cmd.Argv, Env: cmd.Env, Dir: cmd.Cwd}
+	if err := what.Check(); err != nil {
+		return nil, err
 	}
-	if m := wire.CheckCommand(cmd.Argv[0], cmd.Argv[1:], cmd.Env, cmd.Cwd); m != nil {
-		return nil, kind.Wrap(kind.Invalid, m)
-	}
-	request := &pb.StartRequest{Process: config(cmd), Stdin: &cmd.Stdin}
+	request := &pb.StartRequest{Process: config(what), Stdin: &cmd.Stdin}
 	if cmd.PTY != nil {
 		request.Pty = &pb.PTY{Size: &pb.PTY_Size{Cols: cmd.PTY.Cols, Rows: cmd.PTY.Rows}}
 	}
 	if cmd.Tag != "" {
 		request.Tag = &cmd.Tag
 	}
-	what := fmt.Sprintf("start %q", cmd.Argv[0])
+	name := fmt.Sprintf("start %q", cmd.Argv[0])
 	ctx, cancel := c.stream(context.WithValue(ctx, limitKey{}, cmd.Timeout))
 	req := connect.NewRequest(request)
 	setUser(req.Header(), cmd.User)
 	stream, err := c.process.Start(ctx, req)
 	if err != nil {
 		cancel()
-		return nil, mapError(what, err)
+		return nil, mapError(name, err)
 	}
-	p := &Process{client: c, what: what, pty: cmd.PTY != nil, cancel: cancel, finish: stream.Close}
+	p := &Process{client: c, what: name, pty: cmd.PTY != nil, cancel: cancel, finish: stream.Close}
 	p.receive = func() (*pb.ProcessEvent, error) {
 		if !stream.Receive() {
 			return nil, stream.Err()
@@ -339,36 +337,12 @@ func byPID(pid uint32) *pb.ProcessSelector {
 	return &pb.ProcessSelector{Selector: &pb.ProcessSelector_Pid{Pid: pid}}
 }
 
-// config turns a command into its message; text that is not UTF-8 makes the
-// whole of it escaped.
-func config(cmd Command) *pb.ProcessConfig {
-	cfg := &pb.ProcessConfig{Cmd: cmd.Argv[0], Args: cmd.Argv[1:], Envs: cmd.Env}
-	if cmd.Cwd != "" {
-		cfg.Cwd = &cmd.Cwd
-	}
-	plain := utf8.ValidString(cmd.Cwd)
-	for _, a := range cmd.Argv {
-		plain = plain && utf8.ValidString(a)
-	}
-	for k, v := range cmd.Env {
-		plain = plain && utf8.ValidString(k) && utf8.ValidString(v)
-	}
-	if plain {
-		return cfg
-	}
-	cfg.Escaped = true
-	cfg.Cmd = wire.Escape(cfg.Cmd)
-	cfg.Args = make([]string, len(cmd.Argv)-1)
-	for i, a := range cmd.Argv[1:] {
-		cfg.Args[i] = wire.Escape(a)
-	}
-	cfg.Envs = make(map[string]string, len(cmd.Env))
-	for k, v := range cmd.Env {
-		cfg.Envs[wire.Escape(k)] = wire.Escape(v)
-	}
-	cwd := wire.Escape(cmd.Cwd)
-	if cwd != "" {
-		cfg.Cwd = &cwd
+// config turns a command into its message.
+func config(cmd argv.Command) *pb.ProcessConfig {
+	text, escaped := wire.EscapeCommand(cmd)
+	cfg := &pb.ProcessConfig{Cmd: text.Argv[0], Args: text.Argv[1:], Envs: text.Env, Escaped: escaped}
+	if text.Dir != "" {
+		cfg.Cwd = &text.Dir
 	}
 	return cfg
 }

@@ -14,6 +14,7 @@ import (
 	"connectrpc.com/connect"
 	"golang.org/x/sys/unix"
 
+	"bivy/internal/argv"
 	"bivy/internal/guest/accounts"
 	"bivy/internal/guest/wire"
 	pb "bivy/internal/guest/wire/gen/process"
@@ -75,30 +76,22 @@ func refuse(why wire.Reason, format string, args ...any) error {
 // the user.
 func (s *Service) prepare(u accounts.User, msg *pb.StartRequest) (command, error) {
 	cfg := msg.GetProcess()
-	cmd, args, envs, cwd := cfg.GetCmd(), cfg.GetArgs(), cfg.GetEnvs(), cfg.GetCwd()
+	what := argv.Command{Argv: append(argv.Argv{cfg.GetCmd()}, cfg.GetArgs()...), Env: cfg.GetEnvs(), Dir: cfg.GetCwd()}
 	if cfg.GetEscaped() {
-		cmd, args = wire.Unescape(cmd), slices.Clone(args)
-		for i, a := range args {
-			args[i] = wire.Unescape(a)
-		}
-		plain := make(map[string]string, len(envs))
-		for k, v := range envs {
-			plain[wire.Unescape(k)] = wire.Unescape(v)
-		}
-		envs = plain
+		what = wire.UnescapeCommand(what)
 	}
-	if m := wire.CheckCommand(cmd, args, envs, cwd); m != nil {
-		return command{}, wire.NewError(connect.CodeInvalidArgument, m.Why, m)
+	if err := what.Check(); err != nil {
+		return command{}, wire.CommandError(err)
 	}
-	all := s.realm.Env(u, envs)
-	if m := wire.CheckEnv("envs", all); m != nil { // with the sandbox's own
-		return command{}, wire.NewError(connect.CodeInvalidArgument, m.Why, m)
+	all := s.realm.Env(u, what.Env)
+	if err := argv.CheckProcessEnv("env", all); err != nil {
+		return command{}, wire.CommandError(err)
 	}
-	dir, err := s.realm.Path(u, cwd)
+	dir, err := s.realm.Path(u, cfg.GetCwd()) // which unescapes it
 	if err != nil {
 		return command{}, refuse(wire.ReasonCwd, "cwd: %w", err)
 	}
-	c := command{argv: append([]string{cmd}, args...), cwd: dir}
+	c := command{argv: what.Argv, cwd: dir}
 	for k, v := range all {
 		c.env = append(c.env, k+"="+v)
 	}
@@ -107,7 +100,7 @@ func (s *Service) prepare(u accounts.User, msg *pb.StartRequest) (command, error
 		if err := checkDir(dir); err != nil {
 			return err
 		}
-		c.path, err = lookPath(cmd, dir, all["PATH"])
+		c.path, err = lookPath(what.Argv[0], dir, all["PATH"])
 		return err
 	})
 	return c, err

@@ -4,6 +4,8 @@ import (
 	"errors"
 
 	"connectrpc.com/connect"
+
+	"bivy/internal/argv"
 )
 
 // Reason is a stable word for why the agent refused something. It travels
@@ -49,6 +51,9 @@ func ReasonOf(err error) Reason {
 	var refusal Refusal
 	if errors.As(err, &refusal) {
 		return refusal.Reason()
+	}
+	if e := argv.Find(err); e != nil {
+		return reasonFor(e.Part)
 	}
 	var ce *connect.Error
 	if errors.As(err, &ce) {

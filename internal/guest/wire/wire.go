@@ -35,14 +35,6 @@ const (
 const (
 	// MaxMessage bounds one request message of either service, decoded.
 	MaxMessage = 16 << 20
-	// MaxArgsBytes bounds cmd plus args of one process, MaxEnvBytes its whole
-	// environment; one string may be at most MaxStringBytes. The kernel's own
-	// limit is 2 MiB for both together and 128 KiB for one string.
-	MaxArgsBytes   = 1 << 20
-	MaxEnvBytes    = 1 << 20
-	MaxStringBytes = 128<<10 - 1
-	// MaxPath is the kernel's limit for one path.
-	MaxPath = 4095
 	// OutputChunk and PTYChunk bound the data of one event.
 	OutputChunk = 32 << 10
 	PTYChunk    = 16 << 10
