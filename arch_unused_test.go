@@ -45,7 +45,6 @@ var knownTestOnly = map[string]string{
 	"internal/link.Pair":                        "tests connect two stacks with it",
 	"internal/secret.Value.IsEmpty":             "nothing shipped asks for it yet",
 	"internal/secret.Value.Wipe":                "nothing shipped wipes a secret yet",
-	"internal/store/sqlite.Store.Check":         "tests check the database file with it",
 	"internal/template.Load":                    "a second reader of template files, to be removed",
 	"internal/trace.New":                        "nothing shipped carries trace ids yet",
 	"internal/trace.Parse":                      "nothing shipped carries trace ids yet",
