@@ -31,7 +31,7 @@ var knownTestOnly = map[string]string{
 	"internal/cli.Engine.ReplaceLostKey":        "the daemon does not replace lost keys yet",
 	"internal/audit.Next":                       "tests build records event by event with it",
 	"internal/cgroup.Group.Exists":              "tests check with it that a group is gone",
-	"internal/daemon.Options.Hook":              "the fail point of the crash tests; its comment does not call it so yet",
+	"internal/daemon.Options.FailPoint":         "the fail point of the crash tests",
 	"internal/driver/fake.Host.Forget":          "tests script failures of the fake driver",
 	"internal/driver/fake.Host.Reboot":          "tests script failures of the fake driver",
 	"internal/driver/fake.Fault.Until":          "tests script failures of the fake driver",
