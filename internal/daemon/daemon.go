@@ -83,7 +83,12 @@ type Daemon struct {
 // New opens the data directory and everything on it. It fails with Conflict
 // while another daemon has it, and when the key that signs records is lost.
 // What New opened, Close closes.
-func New(ctx context.Context, o Options) (_ *Daemon, err error) {
+func New(ctx context.Context, o Options) (*Daemon, error) {
+	return assemble(ctx, o, (*Daemon).openDriver)
+}
+
+// assemble is New with the driver and the templates that open makes.
+func assemble(ctx context.Context, o Options, open func(*Daemon) (*templates, error)) (_ *Daemon, err error) {
 	d := &Daemon{cfg: o.Config, log: o.Log, version: o.Version, local: newLocalKey()}
 	defer func() {
 		if err != nil {
@@ -96,7 +101,7 @@ func New(ctx context.Context, o Options) (_ *Daemon, err error) {
 	if err := d.openRecord(ctx); err != nil {
 		return nil, err
 	}
-	templates, err := d.openDriver()
+	templates, err := open(d)
 	if err != nil {
 		return nil, err
 	}
