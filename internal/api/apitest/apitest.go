@@ -106,7 +106,7 @@ func Start(ctx context.Context, dir string, o Options) (_ *Backend, err error) {
 	b.System = journal.NewSystemRecord(journal.SystemOptions{Store: b.Store, Node: NodeID, Signing: b.Signing, Access: access.Roles{}, Log: o.Log})
 	for token, role := range map[string]access.Role{AdminSecret: access.Admin, DeveloperSecret: access.Developer, AuditorSecret: access.Auditor} {
 		k := auth.Key{ID: string(role), Hash: sha256.Sum256([]byte(token)), Role: role, Label: string(role), CreatedAt: time.Now(), CreatedBy: "test"}
-		if err := b.Store.PutKey(ctx, k); err != nil {
+		if err := b.Store.PutKey(ctx, k); err != nil && !kind.Is(err, kind.Conflict) { // of an earlier Backend
 			return nil, err
 		}
 	}
@@ -234,6 +234,12 @@ func (b *Backend) Close() error {
 	}
 	b.closers = nil
 	return errors.Join(errs...)
+}
+
+// Left returns how many sandboxes there are.
+func (b *Backend) Left() (int, error) {
+	found, err := b.Driver.List(context.Background())
+	return len(found), err
 }
 
 func (b *Backend) destroyAll() error {
