@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"io"
 	"path"
+	"slices"
 	"strings"
 
 	"bivy/internal/audit"
@@ -84,18 +85,21 @@ func (s *Service) ListChanges(ctx context.Context, id session.SandboxID) (journa
 // one by one.
 const maxOutside = 100
 
+// placesOfStart are the places outside the writable layer that every sandbox
+// has from its start. Only these are named in a seal: every other name is the
+// guest's, and a seal cannot be erased.
+var placesOfStart = []string{"/dev", "/dev/shm", "/run"}
+
 // outside returns the events and the residual of places that hold files of the
-// guest and that the list of changes does not cover. The residual goes into
-// the seal, so that it names only places of this program's making; what the
-// guest named is in the events.
+// guest and that the list of changes does not cover.
 func outside(report driver.ChangeReport) (entries []audit.Entry, residual string) {
 	var places []string
-	guest := false
+	others := false
 	for n, o := range report.Outside {
-		if o.Guest {
-			guest = true
-		} else {
+		if !o.Guest && slices.Contains(placesOfStart, o.Path) {
 			places = append(places, o.Path)
+		} else {
+			others = true
 		}
 		if n < maxOutside {
 			entries = append(entries, audit.Entry{
@@ -104,13 +108,14 @@ func outside(report driver.ChangeReport) (entries []audit.Entry, residual string
 			})
 		}
 	}
-	if guest {
-		places = append(places, "mounts that the session made")
+	if others {
+		places = append(places, "mounts and deleted files of the session")
 	}
 	if len(places) == 0 {
 		return nil, ""
 	}
-	return entries, "files outside the writable layer are not listed: " + strings.Join(places, ", ")
+	slices.Sort(places)
+	return entries, "files outside the writable layer are not listed: " + strings.Join(places, ", ") + "; " + string(audit.FilesOutside) + " in the record counts them"
 }
 
 // lister turns a tar of changes into events.

@@ -112,8 +112,8 @@ func TestChangesCannotBeSteered(t *testing.T) {
 	if c := changes(t, d, fresh); len(c.outside) != 0 {
 		t.Errorf("outside the layer of a fresh sandbox: %+v", c.outside)
 	}
-	snapshot := t.TempDir()
-	if err := d.Checkpoint(t.Context(), fresh, snapshot, true); err != nil {
+	snapshot := driver.Dir(t.TempDir())
+	if err := d.Checkpoint(t.Context(), fresh, snapshot, driver.CheckpointOptions{Leave: true}); err != nil {
 		t.Fatal(err)
 	}
 	for _, test := range []struct {
@@ -153,7 +153,7 @@ func TestChangesCannotBeSteered(t *testing.T) {
 			[]driver.Outside{{Path: "/", Files: 1, Bytes: 5, Guest: true}}},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			for _, from := range []string{"", snapshot} {
+			for _, from := range []driver.Source{nil, snapshot} {
 				id := start(t, d, func(r *driver.StartRequest) { r.Snapshot = from })
 				mustRun(t, d, id, "sh", "-c", "echo evidence > /var/evidence")
 				ctx, cancel := context.WithTimeout(t.Context(), scriptLimit)
@@ -175,11 +175,11 @@ func TestChangesCannotBeSteered(t *testing.T) {
 					}
 					for name, text := range want {
 						if got, ok := c.files[name]; !ok || got != text {
-							t.Errorf("restored %t, paused %t: %s holds %q (%t), want %q", from != "", paused, name, got, ok, text)
+							t.Errorf("restored %t, paused %t: %s holds %q (%t), want %q", from != nil, paused, name, got, ok, text)
 						}
 					}
 					if diff := cmp.Diff(test.outside, c.outside); diff != "" {
-						t.Errorf("restored %t, paused %t: outside (-want +got):\n%s", from != "", paused, diff)
+						t.Errorf("restored %t, paused %t: outside (-want +got):\n%s", from != nil, paused, diff)
 					}
 				}
 				if err := d.Destroy(t.Context(), id); err != nil {
@@ -196,8 +196,8 @@ func TestRun(t *testing.T) {
 	d := newDriver(t, t.TempDir())
 	booted := start(t, d, nil)
 	mustRun(t, d, booted, "true")
-	snapshot := t.TempDir()
-	if err := d.Checkpoint(t.Context(), booted, snapshot, true); err != nil {
+	snapshot := driver.Dir(t.TempDir())
+	if err := d.Checkpoint(t.Context(), booted, snapshot, driver.CheckpointOptions{Leave: true}); err != nil {
 		t.Fatal(err)
 	}
 	restored := start(t, d, func(r *driver.StartRequest) { r.Snapshot = snapshot })
