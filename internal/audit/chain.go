@@ -207,8 +207,8 @@ func checkEntry(e Entry) error {
 	return nil
 }
 
-// checkRules is what holds for every event of this version, whatever its
-// action means.
+// checkRules is what holds for every event of this version, also for actions
+// that this build does not know.
 func checkRules(e Entry) error {
 	if !wellFormed(e.Action) {
 		return fmt.Errorf("%.64q is not an action", string(e.Action))

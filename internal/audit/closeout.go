@@ -37,7 +37,7 @@ const (
 const HeadsSection = "heads"
 
 // Closeout is what a seal states about a session. Its fields are fixed by the
-// version; whatever else a build has to say goes into sections. Nothing in a
+// version; everything else goes into sections. Nothing in a
 // closeout can be erased later, so it holds no payload of an event.
 type Closeout struct {
 	Version       int                `json:"version"`               // StatementVersion; filled in by Seal
@@ -203,7 +203,7 @@ func (c SegmentCloseout) Heads() (h Heads, ok bool, err error) { return headsOf(
 func (s *Signer) SealSegment(h Head, before Heads, c SegmentCloseout) (Seal, error) {
 	node, number, ok := h.Record.Segment()
 	if !ok || h.Seq == 0 {
-		return Seal{}, kind.Errorf(kind.Invalid, "seal of a segment: %s with %d events is none", h.Record, h.Seq)
+		return Seal{}, kind.Errorf(kind.Invalid, "seal of a segment: %s with %d events is not a segment", h.Record, h.Seq)
 	}
 	var err error
 	if c.Sections, err = withHeads(c.Sections, before); err != nil {

@@ -215,7 +215,7 @@ type AddendaHead struct {
 func (s *Signer) SealAddenda(h Head, at time.Time) (Seal, error) {
 	id, ok := h.Record.Session()
 	if !ok || !h.Record.Addenda() || h.Seq == 0 || !isDigest(h.After) {
-		return Seal{}, kind.Errorf(kind.Invalid, "seal of addenda: %s with %d events are no addenda", h.Record, h.Seq)
+		return Seal{}, kind.Errorf(kind.Invalid, "seal of addenda: %s with %d events after root %.64q is not the addenda of a session", h.Record, h.Seq, h.After)
 	}
 	root := h.Root()
 	return s.envelope(AddendaHeadType, subject(h.Record, root), AddendaHead{

@@ -17,8 +17,7 @@ import (
 const lockFile = "bivy.lock"
 
 // lock takes the data directory for this process until the file is closed.
-// The kernel lets go of it when the process dies, however it dies. The file
-// itself stays: removing it would let two processes lock two files of one name.
+// The kernel releases it when the process dies. The file itself stays: removing it would let two processes lock two files of one name.
 func lock(dir string) (*os.File, error) {
 	path := filepath.Join(dir, lockFile)
 	f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE, 0o600)
