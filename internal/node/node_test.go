@@ -335,7 +335,7 @@ func TestRecoverOddities(t *testing.T) {
 	write(string(newer)+".json", `{"version":99,"sandbox":"`+string(newer)+`"}`)
 	intent := session.NewID().Sandbox(1)
 	write(string(intent)+".json", `{"version":1,"sandbox":"`+string(intent)+`"}`)
-	write(".tmp-123", "half")
+	write(".durable-123", "half")
 	write("README", "not a handle")
 
 	n2, d2 := w.node(t)

@@ -10,20 +10,15 @@ import (
 	"bivy/internal/session"
 )
 
-// Events of what the node destroys by itself.
-const (
-	actionIntent    audit.Action = "sandbox.destroy.intent" // payload: {why, by}
-	actionDestroyed audit.Action = "sandbox.destroyed"      // payload: {why, by, error}
-)
-
 // byNode is the actor of what the node does by itself.
 var byNode = session.Principal{Subject: "system:node"}
 
-// destruction is the payload of the events.
+// destruction is the payload of the events about what the node destroys.
 type destruction struct {
 	Why   string `json:"why"`
-	By    string `json:"by"`
-	Error string `json:"error,omitempty"` // of a destruction that the node did not complete
+	By    string `json:"by"`              // "node"
+	Found bool   `json:"found,omitempty"` // the node removed it
+	Error string `json:"error,omitempty"` // why the node did not
 }
 
 // Destroy kills the sandbox, proves its death and removes all of it from the
@@ -97,7 +92,7 @@ func (n *Node) removeRecorded(ctx context.Context, e *entry, why string) error {
 	payload := destruction{Why: why, By: "node"}
 	if intent == 0 {
 		seq, err := n.o.Recorder.Record(ctx, e.id, audit.Entry{
-			Action: actionIntent, Outcome: audit.Pending, Actor: byNode, Object: object(e.id), Time: n.o.Now(), Payload: payload,
+			Action: audit.SandboxDestroyIntent, Outcome: audit.Pending, Actor: byNode, Object: object(e.id), Time: n.o.Now(), Payload: payload,
 		})
 		if err != nil {
 			return fmt.Errorf("not destroyed, because it cannot be recorded: %w", err)
@@ -115,6 +110,7 @@ func (n *Node) removeRecorded(ctx context.Context, e *entry, why string) error {
 		return err
 	}
 	n.noteRemoval(e.id, "node: "+why)
+	payload.Found = true
 	n.conclude(ctx, e.id, intent, audit.OK, payload)
 	return nil
 }
@@ -123,7 +119,7 @@ func (n *Node) removeRecorded(ctx context.Context, e *entry, why string) error {
 // recorded changes nothing about the sandbox, and leaves the intent open.
 func (n *Node) conclude(ctx context.Context, id session.SandboxID, intent uint64, outcome audit.Outcome, payload destruction) {
 	_, err := n.o.Recorder.Record(context.WithoutCancel(ctx), id, audit.Entry{
-		Action: actionDestroyed, Outcome: outcome, Actor: byNode, Object: object(id), Concludes: intent, Time: n.o.Now(), Payload: payload,
+		Action: audit.SandboxDestroyed, Outcome: outcome, Actor: byNode, Object: object(id), Concludes: intent, Time: n.o.Now(), Payload: payload,
 	})
 	if err != nil {
 		n.log.Error("recording that a sandbox was destroyed", "sandbox", id, "error", err)

@@ -96,7 +96,6 @@ const (
 	keyFile    = "node.key"
 	handlesDir = "handles"
 	suffix     = ".json"
-	tmpPrefix  = ".tmp-"
 	keySize    = 32
 )
 
@@ -159,25 +158,12 @@ func (n *Node) erase(id session.SandboxID) error {
 	return nil
 }
 
-// writeFile replaces path as a whole, mode 0600.
-func writeFile(path string, data []byte, sync bool) (err error) {
+// writeFile replaces path as a whole; with sync it survives a loss of power.
+func writeFile(path string, data []byte, sync bool) error {
 	if sync {
 		return durable.WriteFile(path, data, 0o600)
 	}
-	f, err := os.CreateTemp(filepath.Dir(path), tmpPrefix) // 0600
-	if err != nil {
-		return err
-	}
-	defer func() {
-		if err != nil {
-			err = errors.Join(err, os.Remove(f.Name()))
-		}
-	}()
-	_, err = f.Write(data)
-	if err = errors.Join(err, f.Close()); err != nil {
-		return err
-	}
-	return os.Rename(f.Name(), path)
+	return durable.WriteFile(path, data, 0o600, durable.NotSynced)
 }
 
 // readAll reads every handle file. One that does not read is returned with its
@@ -191,7 +177,7 @@ func (n *Node) readAll() ([]saved, error) {
 	}
 	var all []saved
 	for _, e := range entries {
-		if strings.HasPrefix(e.Name(), ".") {
+		if durable.IsTemp(e.Name()) {
 			if err := os.Remove(filepath.Join(dir, e.Name())); err != nil {
 				return nil, err
 			}
