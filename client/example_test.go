@@ -20,12 +20,21 @@ func exampleServer() (url, key string, stop func()) {
 	if err != nil {
 		panic(err)
 	}
-	h, err := apitest.New(dir).Handler()
+	b, err := apitest.Start(context.Background(), dir, apitest.Options{})
+	if err != nil {
+		panic(err)
+	}
+	h, err := b.Handler()
 	if err != nil {
 		panic(err)
 	}
 	s := httptest.NewServer(h)
-	return s.URL, apitest.AdminSecret, func() { s.Close(); os.RemoveAll(dir) }
+	return s.URL, apitest.AdminSecret, func() {
+		s.Close()
+		if err := errors.Join(b.Close(), os.RemoveAll(dir)); err != nil {
+			panic(err)
+		}
+	}
 }
 
 func Example() {

@@ -13,7 +13,7 @@ import (
 
 	"bivy/client"
 	"bivy/internal/kind"
-	"bivy/internal/lifecycle"
+	"bivy/internal/workload"
 )
 
 // statusOf is the one place where kinds become statuses.
@@ -70,7 +70,7 @@ func exitCodeOf(err error) int {
 	if kind.Is(err, kind.Invalid) && errors.As(err, &e) {
 		return e.ExitCode()
 	}
-	return lifecycle.ExitCodeOf(err)
+	return workload.ExitCodeOf(err)
 }
 
 func cutText(s string, limit int) string {
@@ -97,6 +97,7 @@ func (h *Handler) fail(w *response, req *http.Request, err error) {
 		panic(http.ErrAbortHandler)
 	}
 	stopReading(w, req)
+	w.Header().Del(dispositionHeader)
 	e := wireError(err, w.request)
 	k := kind.Of(err)
 	if k == kind.Unavailable {
@@ -124,7 +125,7 @@ func stopReading(w *response, req *http.Request) {
 // logInternal writes down what callers are not told.
 func (h *Handler) logInternal(w *response, req *http.Request, err error) {
 	if kind.Of(err) == kind.Internal {
-		h.log.Error("request failed", "request", w.request, "method", req.Method, "path", req.URL.Path, "error", err)
+		h.logOf(w).Error("request failed", "method", req.Method, "path", req.URL.Path, "error", err)
 	}
 }
 
@@ -141,7 +142,7 @@ func (h *Handler) write(w *response, status int, v any) {
 	w.Header().Set("Content-Type", "application/json")
 	w.WriteHeader(status)
 	if _, err := w.Write(append(b, '\n')); err != nil {
-		h.log.Debug("answer not delivered", "request", w.request, "error", err)
+		h.logOf(w).Debug("answer not delivered", "error", err)
 	}
 }
 

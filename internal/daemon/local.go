@@ -1,7 +1,6 @@
 package daemon
 
 import (
-	"bivy/internal/access"
 	"bytes"
 	"context"
 	"crypto/rand"
@@ -15,11 +14,11 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"bivy/internal/access"
 	"bivy/internal/auth"
 	"bivy/internal/config"
 	"bivy/internal/kind"
 	"bivy/internal/secret"
-	"bivy/internal/session"
 )
 
 // localKeys knows one key more than the keyring: that of the process itself.
@@ -28,11 +27,12 @@ type localKeys struct {
 	local secret.Value
 }
 
-func (k localKeys) Authenticate(ctx context.Context, token string) (access.Caller, error) {
+// Authenticate implements api.Keys.
+func (k localKeys) Authenticate(ctx context.Context, token, from string) (access.Caller, error) {
 	if k.local.Equal(secret.New(token)) {
-		return access.Caller{Principal: session.Principal{Subject: fmt.Sprintf("local:%d", os.Getuid())}, Role: access.Admin}, nil
+		return access.Caller{Principal: localUser(), Role: access.Admin}, nil
 	}
-	return k.Keyring.Authenticate(ctx, token)
+	return k.Keyring.Authenticate(ctx, token, from)
 }
 
 func newLocalKey() secret.Value {

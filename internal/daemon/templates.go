@@ -35,6 +35,9 @@ type templates struct {
 	hostCPUs  int             // as the node's
 	log       *slog.Logger
 
+	// provide is Build for a template that the node needs by itself, recorded.
+	provide func(ctx context.Context, spec template.Spec, progress template.Progress) (template.Template, error)
+
 	// agent is the digest of the agent that this build puts into images, and
 	// stamp the file that says which one base was built with.
 	agent, stamp string
@@ -71,7 +74,7 @@ func (t *templates) Build(ctx context.Context, spec template.Spec, progress temp
 func (t *templates) Resolve(ctx context.Context, name string, progress func(done, total int64, what string)) (sandbox.Template, error) {
 	image, err := t.Store.Get(name)
 	if isBase(name) && (kind.Is(err, kind.NotFound) || err == nil && t.outdated()) {
-		image, err = t.Build(ctx, template.Base(), func(e template.Event) {
+		image, err = t.provide(ctx, template.Base(), func(e template.Event) {
 			if progress != nil {
 				progress(e.Done, e.Total, "template base: "+e.Phase)
 			}
@@ -79,6 +82,9 @@ func (t *templates) Resolve(ctx context.Context, name string, progress func(done
 		if err == nil {
 			err = t.built()
 		}
+	}
+	if kind.Is(err, kind.NotFound) {
+		return sandbox.Template{}, kind.Errorf(kind.NotFound, "%w", err).WithField("template")
 	}
 	if err != nil {
 		return sandbox.Template{}, err

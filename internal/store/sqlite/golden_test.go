@@ -211,11 +211,8 @@ func readGolden(t *testing.T, s *Store, keys []audit.PublicKey, held audit.Heads
 	if again, existed, err := s.Create(t.Context(), storetest.New(), session.IdempotencyKey{Scope: "s", Key: "k", Digest: "d"}, storetest.Entry(audit.SessionCreated)); err != nil || existed && again.ID != created.ID {
 		t.Errorf("the idempotency key: %s, %v", again.ID, err)
 	}
-	ring, err := auth.Open(t.Context(), s, nil)
-	if err != nil {
-		t.Fatal(err)
-	}
-	if c, err := ring.Authenticate(t.Context(), goldenToken); err != nil || c.Role != access.Admin {
+	ring := keyring(t, s)
+	if c, err := ring.Authenticate(t.Context(), goldenToken, "10.1.2.3"); err != nil || c.Role != access.Admin {
 		t.Errorf("key: %+v, %v", c, err)
 	}
 }

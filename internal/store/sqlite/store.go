@@ -37,6 +37,7 @@ type Store struct {
 	dir     string
 	log     *slog.Logger
 	moment  func() audit.Moment
+	schema  int // version of the database's schema
 	lock    *os.File
 	writeDB *sql.DB
 	readDB  *sql.DB
@@ -96,6 +97,7 @@ func openStore(ctx context.Context, dir string, o Options, exclusive bool) (_ *S
 		dir:     dir,
 		log:     o.Log,
 		moment:  o.Moment,
+		schema:  len(steps),
 		queue:   make(chan *request, maxBatch),
 		closing: make(chan struct{}),
 		stopped: make(chan struct{}),
@@ -181,6 +183,9 @@ func (s *Store) release() error {
 	}
 	return errors.Join(errs...)
 }
+
+// Schema is the version of the schema that every open Store has.
+func (s *Store) Schema() int { return s.schema }
 
 // Check asks SQLite whether the database is whole.
 func (s *Store) Check(ctx context.Context) error {

@@ -92,7 +92,7 @@ type statements struct {
 	leafInsert, treeSelect, treePut                             *sql.Stmt
 	openRecords, headSelect, systemHead                         *sql.Stmt
 	idempotencySelect, idempotencyPut, idempotencyExpire        *sql.Stmt
-	keyInsert, keyRevoke                                        *sql.Stmt
+	keyInsert, keyRevoke, keyUse                                *sql.Stmt
 }
 
 func newWriter(ctx context.Context, s *Store, conn *sql.Conn) (*writer, error) {
@@ -142,8 +142,9 @@ func newWriter(ctx context.Context, s *Store, conn *sql.Conn) (*writer, error) {
 		&w.stmt.idempotencyPut:    "INSERT OR REPLACE INTO idempotency (scope, key, digest, session, expires_at) VALUES (?, ?, ?, ?, ?)",
 		&w.stmt.idempotencyExpire: "DELETE FROM idempotency WHERE expires_at <= ?",
 
-		&w.stmt.keyInsert: "INSERT INTO api_key (id, hash, role, label, created_at, created_by, revoked_at) VALUES (?, ?, ?, ?, ?, ?, ?)",
+		&w.stmt.keyInsert: "INSERT INTO api_key (id, hash, role, label, created_at, created_by, revoked_at, first_used_at) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
 		&w.stmt.keyRevoke: "UPDATE api_key SET revoked_at = ? WHERE id = ? AND revoked_at = 0",
+		&w.stmt.keyUse:    "UPDATE api_key SET first_used_at = ? WHERE id = ? AND first_used_at = 0",
 	} {
 		var err error
 		if *into, err = conn.PrepareContext(ctx, text); err != nil {

@@ -118,13 +118,14 @@ CREATE TABLE idempotency (
 CREATE INDEX idempotency_by_expiry ON idempotency (expires_at);
 
 CREATE TABLE api_key (
-    id         TEXT    PRIMARY KEY,
-    hash       BLOB    NOT NULL UNIQUE,
-    role       TEXT    NOT NULL,
-    label      TEXT    NOT NULL,
-    created_at INTEGER NOT NULL,
-    created_by TEXT    NOT NULL,
-    revoked_at INTEGER NOT NULL -- 0 while the key is valid
+    id            TEXT    PRIMARY KEY,
+    hash          BLOB    NOT NULL UNIQUE,
+    role          TEXT    NOT NULL,
+    label         TEXT    NOT NULL,
+    created_at    INTEGER NOT NULL,
+    created_by    TEXT    NOT NULL,
+    revoked_at    INTEGER NOT NULL, -- 0 while the key is valid
+    first_used_at INTEGER NOT NULL -- 0 until the first use of the key is in the record of the node
 ) STRICT, WITHOUT ROWID;
 
 -- The database refuses what the code must never do.
