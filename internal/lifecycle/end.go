@@ -14,6 +14,7 @@ import (
 	"bivy/internal/clip"
 	"bivy/internal/journal"
 	"bivy/internal/kind"
+	"bivy/internal/poll"
 	"bivy/internal/session"
 	"bivy/internal/workgroup"
 )
@@ -175,11 +176,7 @@ func (m *Manager) endLoop(e *managed, end *ending) {
 		err = kind.Errorf(kind.Unavailable, "session %s is still ending: %w", e.id, err).
 			WithHint("it admits no work; ending is tried again until the sandbox is proved dead")
 		end.report(s, err, false)
-		timer := time.NewTimer(wait)
-		select {
-		case <-timer.C:
-		case <-m.work.Late().Done():
-			timer.Stop()
+		if poll.Sleep(m.work.Late(), wait) != nil {
 			return
 		}
 		wait = min(2*wait, m.b.RetryMax)
@@ -445,26 +442,18 @@ func (m *Manager) dispose(ctx context.Context, id session.ID) (journal.Result, e
 const releaseTries = 3
 
 func (m *Manager) release(ctx context.Context, id session.ID) error {
-	wait := m.b.RetryMin
-	for try := 1; ; try++ {
-		err := m.o.Templates.Release(ctx, string(id))
-		if err == nil {
-			return nil
-		}
-		if try == releaseTries || ctx.Err() != nil {
-			m.mu.Lock()
-			m.unreleased[id] = true
-			m.mu.Unlock()
-			return err
-		}
-		timer := time.NewTimer(wait)
-		select {
-		case <-timer.C:
-		case <-ctx.Done():
-			timer.Stop()
-		}
-		wait *= 2
+	tries := 0
+	err := poll.Until(ctx, poll.Delays{First: m.b.RetryMin, Max: m.b.RetryMax}, func() (done bool, err error) {
+		tries++
+		err = m.o.Templates.Release(ctx, string(id))
+		return err == nil || tries == releaseTries, err
+	})
+	if err != nil {
+		m.mu.Lock()
+		m.unreleased[id] = true
+		m.mu.Unlock()
 	}
+	return err
 }
 
 // releaseOverdue gives back the leases of ended sessions that could not be

@@ -16,6 +16,7 @@ import (
 	"bivy/internal/guest/wire"
 	"bivy/internal/hostclock"
 	"bivy/internal/kind"
+	"bivy/internal/poll"
 	"bivy/internal/sandbox"
 	"bivy/internal/session"
 )
@@ -327,27 +328,25 @@ const (
 )
 
 func (n *Node) awaitAgent(ctx context.Context, e *entry, c *guestclient.Client) error {
-	for wait := firstTry; ; wait = min(2*wait, lastTry) {
+	err := poll.Until(ctx, poll.Delays{First: firstTry, Max: lastTry}, func() (done bool, err error) {
 		try, cancel := context.WithTimeout(ctx, tryTime)
-		err := c.Health(try)
+		err = c.Health(try)
 		cancel()
 		if err == nil {
-			return nil
+			return true, nil
 		}
 		e.mu.Lock()
 		up := e.up
 		e.mu.Unlock()
 		if !up {
-			return kind.Errorf(kind.Unavailable, "the sandbox stopped: %w", err)
+			return true, fmt.Errorf("the sandbox stopped: %w", err)
 		}
-		timer := time.NewTimer(wait)
-		select {
-		case <-timer.C:
-		case <-ctx.Done():
-			timer.Stop()
-			return kind.Errorf(kind.Unavailable, "%w; last: %w", ctx.Err(), err)
-		}
+		return false, err
+	})
+	if err != nil {
+		return kind.Errorf(kind.Unavailable, "%w", err)
 	}
+	return nil
 }
 
 // Inspect is the posture check from outside.
