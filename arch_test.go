@@ -39,19 +39,20 @@ cmd/bivy                          : cli client daemon
 cmd/bivy-guest                    : guest
 cmd/bivy-sentry                   : driver/gvisor/sentry
 internal/access                   : audit kind session
-internal/api                      : access audit auth client driver kind lifecycle secret session template
-internal/api/apitest              : access api audit auth client driver kind lifecycle session template
+internal/api                      : access audit auth client driver journal kind lifecycle secret session template trace workload
+internal/api/apitest              : access api audit auth catalog client driver/fake journal kind lifecycle node nodeinfo sandbox session store/sqlite template workgroup
 internal/argv                     : kind
 internal/audit                    : kind session trace
-internal/auth                     : access durable kind secret session
+internal/auth                     : access audit durable kind secret session trace
 internal/bench                    : bundle cgroup client config kind poll
 internal/bundle                   : durable kind
 internal/bundle/pack              : bundle
+internal/catalog                  : access audit kind session template
 internal/cgroup                   : kind
 internal/cli                      : audit client config kind session
 internal/clip                     :
 internal/config                   : dirlock durable kind
-internal/daemon                   : access api audit auth bench bundle cli client config doctor driver driver/fake driver/gvisor durable guest/guestclient guest/wire kind lifecycle node sandbox secret session snapshot store/sqlite template
+internal/daemon                   : access api audit auth bench bundle catalog cli client config doctor driver driver/fake driver/gvisor durable guest/guestclient guest/wire journal kind lifecycle node nodeinfo sandbox secret session snapshot store/sqlite template workgroup
 internal/dirlock                  : kind
 internal/doctor                   : bundle cgroup client config kind template
 internal/doctor/missing           : doctor template
@@ -84,6 +85,7 @@ internal/link                     :
 internal/node                     : audit driver durable guest/guestclient guest/wire hostclock kind sandbox session
 internal/poll                     :
 internal/sandbox                  : driver session
+internal/nodeinfo                 : access audit client
 internal/secret                   :
 internal/session                  : argv kind
 internal/snapshot                 : driver durable kind session

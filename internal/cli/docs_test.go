@@ -126,7 +126,8 @@ func TestTemplateDocumentation(t *testing.T) {
 	}
 	_, block, _ := strings.Cut(string(text), "<<'END'\n")
 	block, _, _ = strings.Cut(block, "END\n")
-	spec, err := template.ParseSpec([]byte(block))
+	var spec template.Spec
+	err = config.Decode([]byte(block), &spec)
 	if err != nil {
 		t.Fatal(err)
 	}
