@@ -50,7 +50,6 @@ var (
 // withoutDoc are packages of more than maxPlainFiles files that have no doc.go
 // yet.
 const withoutDoc = `
-	internal/api
 	internal/bench
 	internal/driver/gvisor
 	internal/driver/gvisor/sentry
@@ -66,13 +65,6 @@ const withoutDoc = `
 // bareMethods are methods of exported interfaces that have no comment yet, by
 // package, type and name.
 const bareMethods = `
-	internal/api.Commands.Attach internal/api.Commands.Commands internal/api.Commands.Start
-	internal/api.Files.ListDir internal/api.Files.MakeDir internal/api.Files.Move internal/api.Files.ReadFile internal/api.Files.Remove internal/api.Files.Stat internal/api.Files.WriteFile
-	internal/api.Keys.Authenticate internal/api.Keys.Create internal/api.Keys.List internal/api.Keys.Revoke
-	internal/api.Process.CloseStdin internal/api.Process.Resize internal/api.Process.Signal internal/api.Process.Write
-	internal/api.Records.Events internal/api.Records.Export internal/api.Records.Watch
-	internal/api.Sessions.Create internal/api.Sessions.End internal/api.Sessions.Get internal/api.Sessions.List internal/api.Sessions.SetTimeout internal/api.Sessions.Stats
-	internal/api.Templates.Build internal/api.Templates.Get internal/api.Templates.List internal/api.Templates.Remove
 	internal/driver.Pauser.Pause internal/driver.Pauser.Resume
 	internal/driver.Statter.Stats
 	internal/guest/wire.Refusal.Reason
