@@ -44,8 +44,8 @@ const statusClientGone = 499
 
 const maxErrorText = 4 << 10
 
-// wireError maps an error to what a caller is told. The text of an error
-// without a kind stays inside.
+// wireError maps an error to the one that callers get. The text of an error
+// without a kind is not shown.
 func wireError(err error, request string) client.Error {
 	k := kind.Of(err)
 	e := client.Error{Code: k.String(), Hint: cutText(kind.Hint(err), maxErrorText), RequestID: request,
@@ -122,7 +122,7 @@ func stopReading(w *response, req *http.Request) {
 	_ = ctl.SetReadDeadline(time.Now().Add(lingerTime))
 }
 
-// logInternal writes down what callers are not told.
+// logInternal logs errors whose text callers do not get.
 func (h *Handler) logInternal(w *response, req *http.Request, err error) {
 	if kind.Of(err) == kind.Internal {
 		h.logOf(w).Error("request failed", "method", req.Method, "path", req.URL.Path, "error", err)

@@ -163,7 +163,7 @@ func TestRecordOfTheNode(t *testing.T) {
 			t.Errorf("a developer removes a template: %v", err)
 		}
 	}
-	if _, err := r.as("e2b_"+strings.Repeat("0", 40)).Version(ctx); err == nil {
+	if _, err := r.as("e2b_" + strings.Repeat("0", 40)).Version(ctx); err == nil {
 		t.Error("an unknown key is good")
 	}
 	build := client.BuildTemplate{Version: 1, Name: "tool", From: client.TemplateSource{Directory: &client.PathSource{Path: m.root}}}
