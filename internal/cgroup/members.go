@@ -160,14 +160,6 @@ func (g *Group) Kill(ctx context.Context) error {
 // Remove deletes an empty group; nil when it is already gone.
 func (g *Group) Remove() error { return rmdir(g.allDirs()) }
 
-// Exists reports whether any directory of the group exists.
-func (g *Group) Exists() bool {
-	return slices.ContainsFunc(g.allDirs(), func(d string) bool {
-		_, err := os.Lstat(d)
-		return err == nil
-	})
-}
-
 // Stats is the group's use so far.
 type Stats struct {
 	CPU         time.Duration
