@@ -52,7 +52,7 @@ internal/cgroup                   : kind poll
 internal/cli                      : audit client config kind session
 internal/clip                     :
 internal/config                   : dirlock durable kind
-internal/daemon                   : access api audit auth bench bundle catalog cli client config doctor driver driver/fake driver/gvisor durable guest/guestclient guest/wire journal kind lifecycle node nodeinfo sandbox secret session snapshot store/sqlite template workgroup
+internal/daemon                   : access api audit auth bench bundle catalog cli client config dirlock doctor driver driver/fake driver/gvisor durable guest/guestclient guest/wire journal kind lifecycle node nodeinfo poll sandbox secret session snapshot store/sqlite template workgroup
 internal/dirlock                  : kind
 internal/doctor                   : bundle cgroup client config kind template
 internal/doctor/missing           : doctor template
@@ -90,7 +90,7 @@ internal/secret                   :
 internal/session                  : argv kind
 internal/snapshot                 : driver durable kind poll session
 internal/store/sqlite             : audit auth dirlock hostclock kind session
-internal/store/storetest          : audit kind session
+internal/store/storetest          : audit journal kind lifecycle session
 internal/template                 : argv dirlock durable kind template/debian template/image template/source template/tree
 internal/template/debian          : kind template/source template/tree
 internal/template/image           : template/tree
