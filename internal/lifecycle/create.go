@@ -232,11 +232,12 @@ func (c *creation) lease(ctx context.Context) (journal.Result, error) {
 }
 
 func (c *creation) start(ctx context.Context) (journal.Result, error) {
-	err := c.m.o.Node.Start(ctx, sandbox.Spec{
+	want := sandbox.Spec{
 		ID: c.s.SandboxID(), Owner: driver.Owner{Kind: driver.OwnedBySession, ID: string(c.s.ID)},
 		Session: c.s.Spec, Template: c.template, Deadline: c.s.Deadline,
-	})
-	return journal.Result{Facts: map[string]any{"sandbox": c.s.SandboxID()}}, err
+	}
+	err := c.m.o.Node.Start(ctx, want)
+	return journal.Result{Facts: map[string]any{"sandbox": want.ID, "from": c.m.o.Node.StartsFrom(want)}}, err
 }
 
 func (c *creation) inspect(ctx context.Context) (journal.Result, error) {

@@ -74,6 +74,8 @@ type Node interface {
 	// Start makes a sandbox; it is known to Recover from the moment any part
 	// of it exists.
 	Start(ctx context.Context, want sandbox.Spec) error
+	// StartsFrom says what Start makes a sandbox of: "snapshot" or "image".
+	StartsFrom(want sandbox.Spec) string
 	// Bind waits for the agent inside and gives it identity, environment,
 	// clock and token.
 	Bind(ctx context.Context, id session.SandboxID) error

@@ -280,6 +280,14 @@ func (n *Node) Start(ctx context.Context, want sandbox.Spec) error {
 	return nil
 }
 
+// StartsFrom says what Start makes a sandbox of: "snapshot" or "image".
+func (n *Node) StartsFrom(want sandbox.Spec) string {
+	if want.StartRequest(n.o.HostCPUs).Snapshot != nil {
+		return "snapshot"
+	}
+	return "image"
+}
+
 // undoTime bounds the clearing away after a Start that failed.
 const undoTime = 20 * time.Second
 
