@@ -163,15 +163,6 @@ func (d Draft) Chain(h Head, at session.Fence, m Moment) (Stored, error) {
 	return Stored{Event: ev, Raw: raw, Hash: hashOf(raw), Salt: d.salt, Payload: d.payload}, nil
 }
 
-// Next makes the event that follows h from e: Prepare and Chain in one.
-func Next(h Head, at session.Fence, e Entry, m Moment) (Stored, error) {
-	d, err := Prepare(e)
-	if err != nil {
-		return Stored{}, err
-	}
-	return d.Chain(h, at, m)
-}
-
 // Head returns the head of the record that ends with s.
 func (s Stored) Head() Head {
 	return Head{Record: s.Event.Record, Seq: s.Event.Seq, Hash: s.Hash}
