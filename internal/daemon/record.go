@@ -123,8 +123,8 @@ func configOf(c config.Config) (configPayload, error) {
 // stopRecordTime bounds the writing of the last event.
 const stopRecordTime = 5 * time.Second
 
-// recordStart records that the process has started, lets the record of the node
-// run, and has Close record that the process has stopped.
+// recordStart records that a server has started, and has Close record that it
+// has stopped.
 func (d *Daemon) recordStart(ctx context.Context) error {
 	cfg, err := configOf(d.cfg)
 	if err != nil {
@@ -140,7 +140,6 @@ func (d *Daemon) recordStart(ctx context.Context) error {
 		defer cancel()
 		return d.system.Record(ctx, audit.Entry{Action: audit.ServerStopped, Outcome: audit.OK, Payload: struct{}{}})
 	})
-	d.background(d.system.Run)
 	return nil
 }
 
