@@ -108,12 +108,12 @@ func assemble(ctx context.Context, o Options, open func(*Daemon) (*templates, er
 	if err != nil {
 		return nil, err
 	}
-	d.background(d.system.Run)
 	if !o.Local {
 		if err := d.recordStart(ctx); err != nil {
 			return nil, err
 		}
 	}
+	d.background(d.system.Run) // after: Close stops it before it records the end
 	if err := d.openKeys(ctx); err != nil {
 		return nil, err
 	}
