@@ -52,7 +52,6 @@ const withoutDoc = ``
 // bareMethods are methods of exported interfaces that have no comment yet, by
 // package, type and name.
 const bareMethods = `
-	internal/guest/wire.Refusal.Reason
 	internal/template/tree.Content.Open
 `
 

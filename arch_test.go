@@ -39,7 +39,7 @@ cmd/bivy                          : cli client daemon
 cmd/bivy-guest                    : guest
 cmd/bivy-sentry                   : driver/gvisor/sentry
 internal/access                   : audit kind session
-internal/api                      : access audit auth client driver journal kind lifecycle secret session template trace workload
+internal/api                      : access audit auth client clip driver journal kind lifecycle secret session template trace workload
 internal/api/apitest              : access api audit auth catalog client driver/fake journal kind lifecycle node nodeinfo sandbox session store/sqlite template workgroup
 internal/argv                     : kind
 internal/audit                    : clip durable kind session trace
@@ -80,7 +80,7 @@ internal/hostclock                :
 internal/journal                  : access audit clip kind session trace workgroup
 internal/kind                     :
 internal/leakcheck                : poll
-internal/lifecycle                : access audit clip driver hostclock journal kind poll sandbox session workgroup workload
+internal/lifecycle                : access audit clip driver hostclock journal kind poll sandbox session trace workgroup workload
 internal/link                     :
 internal/node                     : audit driver durable guest/guestclient guest/wire hostclock kind poll sandbox session
 internal/nodeinfo                 : access audit client

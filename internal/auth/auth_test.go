@@ -110,7 +110,7 @@ func (e *events) Begin(ctx context.Context, in audit.Entry) (func(audit.Entry) e
 	}, nil
 }
 
-func (e *events) CountRefused(a audit.Action, reason, who string) {
+func (e *events) CountRefused(a audit.Action, reason, who string, _ audit.Decision) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	e.refused = append(e.refused, string(a)+" "+reason+" "+who)

@@ -48,14 +48,14 @@ func (d *Daemon) openRecord(ctx context.Context) error {
 // denials counts in the record of the node what its Decider does not allow.
 type denials struct {
 	access.Decider
-	count func(a audit.Action, reason, who string)
+	count func(a audit.Action, reason, who string, d audit.Decision)
 }
 
 // Decide implements access.Decider.
 func (d *denials) Decide(ctx context.Context, r access.Request) (audit.Decision, error) {
 	decision, err := d.Decider.Decide(ctx, r)
 	if err != nil {
-		d.count(audit.AccessDenied, string(r.Action), r.Caller.Principal.Subject)
+		d.count(audit.AccessDenied, string(r.Action), r.Caller.Principal.Subject, decision)
 	}
 	return decision, err
 }
@@ -64,7 +64,8 @@ func (d *denials) Decide(ctx context.Context, r access.Request) (audit.Decision,
 func (d *denials) Scope(ctx context.Context, c access.Caller, a access.Action) (string, error) {
 	owner, err := d.Decider.Scope(ctx, c, a)
 	if err != nil {
-		d.count(audit.AccessDenied, string(a), c.Principal.Subject)
+		decision, _ := d.Decider.Decide(ctx, access.Request{Caller: c, Action: a}) // refused for the same reason
+		d.count(audit.AccessDenied, string(a), c.Principal.Subject, decision)
 	}
 	return owner, err
 }

@@ -10,12 +10,12 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// FillRun makes the directories in dir, usually /run, that the image has
-// there. A file system in memory is mounted over it, empty, and programs
-// expect directories that came with their package, such as /run/lock. Files
-// are not copied: no system keeps them in /run across a boot. Where nothing is
-// mounted on dir, there is nothing to do.
-func FillRun(dir string) error {
+// MakeRunDirs creates in dir, usually /run, the directories that the image has
+// there, with their modes and owners. An empty tmpfs is mounted over the image's
+// directory, and programs expect directories that came with their package, such
+// as /run/lock. Files are not copied, because /run does not survive a boot on any
+// system. When dir is not a tmpfs, it does nothing.
+func MakeRunDirs(dir string) error {
 	var st unix.Statfs_t
 	if err := unix.Statfs(dir, &st); err != nil {
 		return fmt.Errorf("%s: %w", dir, err)
@@ -23,7 +23,8 @@ func FillRun(dir string) error {
 	if st.Type != unix.TMPFS_MAGIC {
 		return nil
 	}
-	// A bind of the root without the mounts on it shows what dir hides.
+	// A non-recursive bind mount of the root shows the image's directory below
+	// the tmpfs.
 	root := filepath.Join(dir, ".image")
 	if err := os.Mkdir(root, 0o700); err != nil {
 		return err

@@ -16,6 +16,7 @@ import (
 	"bivy/internal/kind"
 	"bivy/internal/poll"
 	"bivy/internal/session"
+	"bivy/internal/trace"
 	"bivy/internal/workgroup"
 )
 
@@ -31,6 +32,7 @@ type EndRequest struct {
 type endRequest struct {
 	actor    session.Principal
 	decision audit.Decision // empty where nothing decided
+	trace    trace.ID       // of the request that asked for it; empty when none did
 	reason   session.Reason
 	detail   string
 }
@@ -75,7 +77,8 @@ func (m *Manager) End(ctx context.Context, req EndRequest) (session.Session, err
 		return s, kind.Errorf(kind.Conflict, "session %s is on node %s", req.ID, s.Node)
 	}
 	end := m.beginEnd(e, endRequest{
-		actor: req.Caller.Principal, decision: decision, reason: orRequested(req.Reason), detail: req.Detail,
+		actor: req.Caller.Principal, decision: decision, trace: trace.FromContext(ctx),
+		reason: orRequested(req.Reason), detail: req.Detail,
 	})
 	if end == nil {
 		return s, workgroup.StoppingError()
@@ -158,10 +161,11 @@ func (m *Manager) endLoop(e *managed, end *ending) {
 	case <-m.work.Late().Done():
 		return
 	}
+	ctx := trace.NewContext(m.work.Late(), end.req.trace)
 	flow := e.log.NewFlow(journal.FlowOptions{Name: "end", Actor: end.req.actor, Decision: end.req.decision, GoOn: true})
 	wait := m.b.RetryMin
 	for {
-		s, err := m.endOnce(m.work.Late(), e, end.req, flow)
+		s, err := m.endOnce(ctx, e, end.req, flow)
 		if err == nil {
 			m.drop(e)
 			end.report(s, nil, true)
@@ -176,7 +180,7 @@ func (m *Manager) endLoop(e *managed, end *ending) {
 		err = kind.Errorf(kind.Unavailable, "session %s is still ending: %w", e.id, err).
 			WithHint("it admits no work; ending is tried again until the sandbox is proved dead")
 		end.report(s, err, false)
-		if poll.Sleep(m.work.Late(), wait) != nil {
+		if poll.Sleep(ctx, wait) != nil {
 			return
 		}
 		wait = min(2*wait, m.b.RetryMax)
@@ -203,7 +207,7 @@ func (m *Manager) endOnce(ctx context.Context, e *managed, req endRequest, flow 
 	}
 	began := false
 	fence := func(ctx context.Context, intents []audit.Entry) (first uint64, err error) {
-		s, first, err = m.fence(ctx, e, req, flow, intents)
+		s, first, err = m.recordEnding(ctx, e, req, flow, intents)
 		began = err == nil
 		return first, err
 	}
@@ -265,8 +269,7 @@ func (m *Manager) closeout(s session.Session) audit.Closeout {
 	}
 }
 
-// endSteps is an end, in order, with the steps that exist. The writable layer
-// lives in the sandbox, so what changed is read while it is frozen, before it
+// endSteps are the steps of an end, in order. The writable layer lives in the sandbox, so what changed is read while it is frozen, before it
 // is killed.
 func (m *Manager) endSteps(e *managed, s *session.Session) []journal.Step {
 	const never = "an end is never taken back"
@@ -312,7 +315,7 @@ func (m *Manager) endSteps(e *managed, s *session.Session) []journal.Step {
 const measureTime = 2 * time.Second
 
 // measure records what the sandbox used in its life, and what it tried to
-// send. A sandbox that is gone took that with it, which is a fact.
+// send. For a sandbox that is gone that is unknown, which is recorded.
 func (m *Manager) measure(ctx context.Context, id session.SandboxID) (journal.Result, error) {
 	s, err := m.o.Node.Stats(ctx, id)
 	if kind.Is(err, kind.NotFound) || kind.Is(err, kind.Unavailable) {
@@ -332,8 +335,8 @@ func (m *Manager) measure(ctx context.Context, id session.SandboxID) (journal.Re
 	return out, nil
 }
 
-// kill has the node destroy the sandbox and tells whether this was the deed:
-// what the node destroyed before by itself is not claimed again.
+// kill has the node destroy the sandbox and reports whether this call did: if
+// the node had destroyed it by itself before, the end does not claim it.
 func (m *Manager) kill(ctx context.Context, id session.SandboxID) (journal.Result, error) {
 	removal, err := m.o.Node.Destroy(ctx, id)
 	if err != nil {
@@ -355,9 +358,9 @@ func orGone(err error) (journal.Result, error) {
 	return journal.Result{}, err
 }
 
-// fence makes the end of the session durable, together with the first intents,
+// recordEnding makes the end of the session durable, together with the first intents,
 // and returns the sequence number of the first of them.
-func (m *Manager) fence(ctx context.Context, e *managed, req endRequest, flow *journal.Flow, intents []audit.Entry) (session.Session, uint64, error) {
+func (m *Manager) recordEnding(ctx context.Context, e *managed, req endRequest, flow *journal.Flow, intents []audit.Entry) (session.Session, uint64, error) {
 	if err := e.lock(ctx); err != nil {
 		return session.Session{}, 0, err
 	}
@@ -380,7 +383,7 @@ func (m *Manager) fence(ctx context.Context, e *managed, req endRequest, flow *j
 		next := s
 		next.State, next.Reason, next.Detail = session.Ending, req.reason, req.detail
 		before = append(slices.Clone(facts), flow.Entry(audit.SessionEnding, audit.OK, endingPayload{Reason: req.reason, Detail: req.detail}))
-		e.fenceSent = true
+		e.endingSent = true
 		var stored session.Session
 		if stored, first, err = m.transition(ctx, e.log.Fence(), next, append(slices.Clone(before), intents...)...); err == nil {
 			s = stored
@@ -397,7 +400,7 @@ func (m *Manager) fence(ctx context.Context, e *managed, req endRequest, flow *j
 // caller holds the row.
 func (m *Manager) carriedFacts(ctx context.Context, e *managed, s session.Session) ([]audit.Entry, error) {
 	carried := e.take()
-	if s.State == session.Ending && e.fenceSent {
+	if s.State == session.Ending && e.endingSent {
 		return nil, nil // they came with the change of state
 	}
 	facts, err := e.log.Unwritten(ctx, carried)

@@ -23,10 +23,13 @@ import (
 
 // Recorder writes down what the node does by itself.
 type Recorder interface {
-	// Record makes the entry durable in the record that the sandbox belongs
-	// to and returns its sequence number there. When it fails the node does
-	// not do what the entry announces.
-	Record(ctx context.Context, id session.SandboxID, e audit.Entry) (seq uint64, err error)
+	// Record makes e durable in the record of the node and, unless that is
+	// sealed, in the record of the sandbox's session. For an intent it returns
+	// a number, not 0, that the outcome names in Concludes; for other events 0.
+	// The number is valid in this process only. When Record fails the node does
+	// not do what e announces. An intent is concluded once; a second outcome
+	// fails with Invalid.
+	Record(ctx context.Context, id session.SandboxID, e audit.Entry) (number uint64, err error)
 }
 
 // Options are what a Node is made of. Dir, Driver and Recorder are required.
@@ -91,7 +94,7 @@ type entry struct {
 	client     *guestclient.Client
 	kills      int64
 
-	// intent is the sequence number of the recorded intent to destroy it by
+	// intent is the Recorder's number of the recorded intent to destroy it by
 	// the node's own decision, 0 while there is none. It stays open while a
 	// destroy that failed is tried again.
 	intent uint64

@@ -11,9 +11,9 @@ import (
 // MaxPath is the limit for one path, in bytes.
 const MaxPath = argv.MaxPath
 
-// EscapeCommand returns c as messages and records hold it: valid UTF-8. When
-// all of c is UTF-8 already, that is c itself, and escaped is false. Otherwise
-// every string went through [Escape].
+// EscapeCommand returns c as valid UTF-8, for messages and records. When all of c
+// is valid UTF-8 it returns c itself and false; otherwise it applies [Escape] to
+// every string and returns true.
 func EscapeCommand(c argv.Command) (text argv.Command, escaped bool) {
 	plain := utf8.ValidString(c.Dir)
 	for _, s := range c.Argv {
@@ -45,8 +45,7 @@ func convert(c argv.Command, each func(string) string) argv.Command {
 	return out
 }
 
-// reasonFor returns the reason for a command that the checks of package argv
-// refuse.
+// reasonFor returns the reason for an error of package argv in part p.
 func reasonFor(p argv.Part) Reason {
 	switch p {
 	case argv.Arguments:
@@ -59,8 +58,8 @@ func reasonFor(p argv.Part) Reason {
 	return ""
 }
 
-// CommandError turns an error of package argv's checks into the one that
-// clients of the process service get, which names the field of the request.
+// CommandError turns an error of package argv into the error for clients of the
+// process service, which names the field of the request.
 func CommandError(err error) *connect.Error {
 	e := argv.Find(err)
 	if e == nil {

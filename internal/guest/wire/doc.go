@@ -1,7 +1,7 @@
 // Package wire is the protocol between the host and the agent inside a sandbox:
 // the generated process and filesystem services (below gen), the JSON bodies of
 // the plain HTTP endpoints, the limits that both sides know, and the stable
-// reasons by which the host tells one refusal from another.
+// reasons by which the host tells one withReason from another.
 //
 // It has no behaviour of either side, so both import it. The services are those
 // of E2B's clients; fields and headers that are bivy's own are marked as such in

@@ -10,25 +10,25 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// keep leaves an id as it is in setresuid and setresgid.
+// keep is the argument of setresuid and setresgid that leaves an id unchanged.
 const keep = ^uintptr(0)
 
-// Do runs fn with the user's file system rights, on a thread of its own: the
-// effective ids and the groups are the user's, the privileged capabilities are
-// off. Whatever paths fn follows, symbolic links of the user's making
-// included, the kernel lets it do only what the user could do.
+// Do runs fn with the user's file system rights on a separate thread: the
+// effective ids and the groups are the user's, and the kernel drops the
+// capabilities of root. The kernel then checks every path that fn uses, also
+// through symbolic links, as it would for a program of the user.
 //
-// The real and saved ids stay root's, so only root can signal or trace the
-// thread meanwhile. fn must do its work itself: goroutines it starts have
-// the agent's rights.
+// The real and saved ids stay 0, so only root can signal or trace the thread
+// meanwhile. fn must not start goroutines for its work: they have the agent's
+// rights.
 func (u User) Do(fn func() error) error {
 	if u.UID == 0 {
 		return fn()
 	}
 	done := make(chan error, 1)
 	go func() {
-		// A goroutine that ends while locked takes its thread with it, which is
-		// what should happen to one that is not known to be root again.
+		// A goroutine that ends while locked to its thread ends the thread too.
+		// That is wanted when the thread could not be switched back to root.
 		runtime.LockOSThread()
 		defer func() {
 			if p := recover(); p != nil {
@@ -42,7 +42,7 @@ func (u User) Do(fn func() error) error {
 		}
 		err = fn()
 		if failed := back(); failed != nil {
-			done <- errors.Join(err, fmt.Errorf("acting as %s, going back: %w", u.Name, failed))
+			done <- errors.Join(err, fmt.Errorf("acting as %s: switch back to root: %w", u.Name, failed))
 			return
 		}
 		runtime.UnlockOSThread()
@@ -51,8 +51,8 @@ func (u User) Do(fn func() error) error {
 	return <-done
 }
 
-// become switches the calling thread, and only it, to u. The raw calls are
-// deliberate: those of package syscall switch every thread of the process.
+// become switches only the calling thread to u. It uses raw system calls because
+// those of package syscall switch every thread of the process.
 func become(u User) (back func() error, err error) {
 	own, err := unix.Getgroups()
 	if err != nil {

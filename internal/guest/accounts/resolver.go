@@ -15,35 +15,34 @@ import (
 // defaultPath is what processes get when the agent itself was given no PATH.
 const defaultPath = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
-// Settings are the sandbox-wide choices the host makes when it initialises the
-// agent.
+// Settings are the defaults that the host sets when it initialises the agent.
 type Settings struct {
-	User    string            // who a request without a user acts as
-	Workdir string            // where a process without a cwd starts; empty: home
-	Env     map[string]string // for every process
+	User    string            // used by a request that names none
+	Workdir string            // of a process without a cwd; empty: the user's home
+	Env     map[string]string // added to every process
 }
 
-// Realm joins the guest's accounts with the sandbox-wide settings: it says who
-// a request acts as, with which environment and where.
-type Realm struct {
+// Resolver combines the guest's accounts with the settings. It determines the
+// account, the environment and the paths of a request.
+type Resolver struct {
 	db   *DB
 	path string
 
 	mu       sync.Mutex
 	settings Settings
-	named    bool // the host has chosen the default user
+	named    bool // the host has set the default user
 }
 
-// NewRealm returns a realm over db. path is the agent's own PATH.
-func NewRealm(db *DB, path string, s Settings) *Realm {
+// NewResolver returns a resolver that looks accounts up in db. path is the agent's own PATH.
+func NewResolver(db *DB, path string, s Settings) *Resolver {
 	if path == "" {
 		path = defaultPath
 	}
-	return &Realm{db: db, path: path, settings: s}
+	return &Resolver{db: db, path: path, settings: s}
 }
 
 // Settings returns the current settings; the map must not be changed.
-func (r *Realm) Settings() Settings {
+func (r *Resolver) Settings() Settings {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	return r.settings
@@ -51,7 +50,7 @@ func (r *Realm) Settings() Settings {
 
 // Update replaces the environment and, where they are not empty, the default
 // user and directory.
-func (r *Realm) Update(s Settings) {
+func (r *Resolver) Update(s Settings) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.settings.Env = maps.Clone(s.Env)
@@ -63,10 +62,10 @@ func (r *Realm) Update(s Settings) {
 	}
 }
 
-// User returns the account called name, or the default one for "". If
-// the host has chosen no default, and the guest has no account of the built-in
-// default name, that is root.
-func (r *Realm) User(name string) (User, error) {
+// User returns the account with the given name, or the default account for "".
+// That is root when the host has set no default and the guest has no account with
+// the built-in default name.
+func (r *Resolver) User(name string) (User, error) {
 	if name == "" {
 		r.mu.Lock()
 		named := r.named
@@ -85,27 +84,27 @@ func (r *Realm) User(name string) (User, error) {
 }
 
 // Names is [DB.Names].
-func (r *Realm) Names() (user, group func(id uint32) string) { return r.db.Names() }
+func (r *Resolver) Names() (user, group func(id uint32) string) { return r.db.Names() }
 
-// Env composes the environment of a process of u: the identity first, then the
-// sandbox's, then the call's; later ones win.
-func (r *Realm) Env(u User, call map[string]string) map[string]string {
+// Env returns the environment of a process of u: PATH, HOME, USER and LOGNAME,
+// then the settings' variables, then those of the call. Later ones win.
+func (r *Resolver) Env(u User, call map[string]string) map[string]string {
 	all := map[string]string{"PATH": r.path, "HOME": u.Home, "USER": u.Name, "LOGNAME": u.Name}
 	maps.Copy(all, r.Settings().Env)
 	maps.Copy(all, call)
 	return all
 }
 
-// Path resolves a path as a request of u means it: absolute as it is, "~" and
-// relative ones from the home. An empty one is the default directory. The
-// result is clean and absolute; symbolic links are not looked at.
-func (r *Realm) Path(u User, path string) (string, error) {
+// Path makes a path of a request by u absolute and clean. "~" and relative paths
+// are below the user's home; an empty path is the default directory. Symbolic
+// links are not resolved.
+func (r *Resolver) Path(u User, path string) (string, error) {
 	path = wire.Unescape(path)
 	switch {
 	case strings.IndexByte(path, 0) >= 0:
 		return "", fmt.Errorf("path %q contains a NUL byte", wire.Escape(path))
 	case len(path) > wire.MaxPath:
-		return "", fmt.Errorf("path is %d bytes long, at most %d are possible", len(path), wire.MaxPath)
+		return "", fmt.Errorf("path is %d bytes long; the limit is %d", len(path), wire.MaxPath)
 	case path == "":
 		dir := r.Settings().Workdir
 		if dir == "" || dir == "~" {
