@@ -52,8 +52,8 @@ func GenerateSigner() *Signer {
 
 // LoadSigner reads the signing key in dir and the history of its rotations, and
 // writes the public keys beside it for pinning. When there is no key it makes
-// one, but only when haveSeals is false: a key that was lost is never replaced
-// in silence, and LoadSigner fails with Conflict. When two processes make the
+// one, but only when haveSeals is false and no public key is there: a key that was
+// lost is never replaced in silence, and LoadSigner fails with Conflict. When two processes make the
 // first key at the same time both get the same one. It refuses a private key
 // that others than its owner may read.
 func LoadSigner(dir string, haveSeals bool) (*Signer, error) {
@@ -74,9 +74,19 @@ func loadSigner(dir string, haveSeals bool) (*Signer, error) {
 	}
 	path := filepath.Join(dir, SigningKeyFile)
 	s, err := readSigner(path)
+	// Heads are signed before anything is sealed, and may be kept by those who
+	// pinned the public key. Where that is there, another process may have made
+	// both keys just now.
+	published := false
 	if errors.Is(err, fs.ErrNotExist) {
-		if haveSeals || len(rotations) > 0 {
-			return nil, kind.Errorf(kind.Conflict, "%s is missing, but records are sealed with it", path).
+		if _, bad := os.Lstat(filepath.Join(dir, PublicKeyFile)); bad == nil {
+			published = true
+			s, err = readSigner(path)
+		}
+	}
+	if errors.Is(err, fs.ErrNotExist) {
+		if haveSeals || len(rotations) > 0 || published {
+			return nil, kind.Errorf(kind.Conflict, "%s is missing, but records are signed with it", path).
 				WithHint("restore %s from a backup; if it is lost for good: bivy audit key rotate --lost", path)
 		}
 		if err = createSigningKey(dir, path); err == nil {

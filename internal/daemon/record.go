@@ -35,39 +35,14 @@ func (d *Daemon) openRecord(ctx context.Context) error {
 		return err
 	}
 	d.signing = journal.NewSigning(d.cfg.SignerDir(), signer)
-	denials := &denials{Decider: access.Roles{}}
-	d.access = denials
+	rules := &access.Counted{Decider: access.Roles{}}
+	d.access = rules
 	d.system = journal.NewSystemRecord(journal.SystemOptions{
 		Store: d.store, Node: d.id, Signing: d.signing, Access: d.access,
 		Versions: map[string]string{"bivy": d.version.Version, "go": runtime.Version()}, Log: d.log,
 	})
-	denials.count = d.system.CountRefused
+	rules.Count = d.system.CountRefused
 	return nil
-}
-
-// denials counts in the record of the node what its Decider does not allow.
-type denials struct {
-	access.Decider
-	count func(a audit.Action, reason, who string, d audit.Decision)
-}
-
-// Decide implements access.Decider.
-func (d *denials) Decide(ctx context.Context, r access.Request) (audit.Decision, error) {
-	decision, err := d.Decider.Decide(ctx, r)
-	if err != nil {
-		d.count(audit.AccessDenied, string(r.Action), r.Caller.Principal.Subject, decision)
-	}
-	return decision, err
-}
-
-// Scope implements access.Decider.
-func (d *denials) Scope(ctx context.Context, c access.Caller, a access.Action) (string, error) {
-	owner, err := d.Decider.Scope(ctx, c, a)
-	if err != nil {
-		decision, _ := d.Decider.Decide(ctx, access.Request{Caller: c, Action: a}) // refused for the same reason
-		d.count(audit.AccessDenied, string(a), c.Principal.Subject, decision)
-	}
-	return owner, err
 }
 
 // versions are what this process is made of.

@@ -248,6 +248,10 @@ type Flow interface {
 	Accept() (net.Conn, error)
 }
 
+// SocketType is the type of an entry of ExportChanges that is a socket, for
+// which tar has no type. It has no content.
+const SocketType = 's'
+
 // WhiteoutRecord is the PAX record by which ExportChanges marks the entries
 // that stand for deletions and opaque directories.
 const WhiteoutRecord = "BIVY.whiteout"
