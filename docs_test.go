@@ -26,21 +26,21 @@ import (
 // bash -eu in an empty directory with the built bivy first in PATH. A comment
 // before the block says otherwise:
 //
-//	<!-- test: skip WHY -->   is not run, and is counted with its reason
-//	<!-- test: session -->    runs with a server of the test's own at hand
-//	<!-- test: exit=N -->     must end with exit code N; combines with session
+//	<!-- test: skip WHY -->   is not run; the reason is logged
+//	<!-- test: session -->    runs with a server of the test
+//	<!-- test: exit=N -->     must end with exit code N; can be combined with session
 //
-// Variables and the working directory carry over from block to block of one
-// file. A block fenced as output right after it is what it must print, on
-// stdout and stderr together; "..." stands for anything in a line and, on a
-// line of its own, for any lines.
+// Variables and the working directory are kept from block to block of a file. A
+// block fenced as output that directly follows is what it must print, on stdout
+// and stderr together; "..." matches anything in a line and, alone on a line, any
+// number of lines.
 
 // block is one shell block of a document.
 type block struct {
 	file    string
 	line    int // of the opening fence
 	text    string
-	skip    string // why it is not run
+	skip    string // why it is not run; empty: it is
 	session bool
 	exit    int
 	output  *string
@@ -50,10 +50,10 @@ func (b block) at() string { return fmt.Sprintf("%s:%d", b.file, b.line) }
 
 var directive = regexp.MustCompile(`^<!--\s*test:\s*(.*?)\s*-->$`)
 
-// blocks reads the shell blocks of a document.
+// blocks returns the shell blocks of a document.
 func blocks(file, text string) ([]block, error) {
 	var found []block
-	var next block // what the last directive said
+	var next block // of the last directive
 	directed := false
 	lines := strings.Split(text, "\n")
 	bad := func(n int, format string, args ...any) ([]block, error) {
@@ -65,7 +65,7 @@ func blocks(file, text string) ([]block, error) {
 		if m := directive.FindStringSubmatch(line); m != nil {
 			var err error
 			if directed {
-				return bad(i+1, "a second directive for one block")
+				return bad(i+1, "two directives for one block")
 			}
 			if next, err = parseDirective(m[1]); err != nil {
 				return bad(i+1, "directive %q: %v", m[1], err)
@@ -76,12 +76,12 @@ func blocks(file, text string) ([]block, error) {
 		if !strings.HasPrefix(line, "```") {
 			if line != "" {
 				if directed {
-					return bad(i+1, "a test directive stands directly before a sh block")
+					return bad(i+1, "a test directive must be directly before a sh block")
 				}
 				after = false
 			}
 			if strings.HasPrefix(lines[i], "    bivy ") {
-				return bad(i+1, "fence commands as sh, so that they are run")
+				return bad(i+1, "commands must be fenced as sh, so that they are run")
 			}
 			continue
 		}
@@ -89,7 +89,7 @@ func blocks(file, text string) ([]block, error) {
 		var body []string
 		for i++; ; i++ {
 			if i == len(lines) {
-				return bad(start+1, "the block is never closed")
+				return bad(start+1, "the block is not closed")
 			}
 			if strings.TrimSpace(lines[i]) == "```" {
 				break
@@ -105,19 +105,19 @@ func blocks(file, text string) ([]block, error) {
 			continue
 		case "output":
 			if !after {
-				return bad(start+1, "output stands directly after the sh block that prints it")
+				return bad(start+1, "output must directly follow the sh block that prints it")
 			}
 			found[len(found)-1].output = &content
 		case "bash", "shell", "console", "zsh", "shell-session":
-			return bad(start+1, "fence shell as sh, so that it is run")
+			return bad(start+1, "shell must be fenced as sh, so that it is run")
 		}
 		if directed {
-			return bad(start+1, "a test directive stands directly before a sh block")
+			return bad(start+1, "a test directive must be directly before a sh block")
 		}
 		after = false
 	}
 	if directed {
-		return bad(len(lines), "a test directive stands directly before a sh block")
+		return bad(len(lines), "a test directive must be directly before a sh block")
 	}
 	return found, nil
 }
@@ -126,7 +126,7 @@ func parseDirective(text string) (block, error) {
 	var b block
 	if why, ok := strings.CutPrefix(text, "skip"); ok {
 		if b.skip = strings.TrimSpace(why); b.skip == "" {
-			return b, errors.New("skip says why")
+			return b, errors.New("skip needs a reason")
 		}
 		return b, nil
 	}
@@ -139,12 +139,12 @@ func parseDirective(text string) (block, error) {
 		}
 	}
 	if len(words) == 0 {
-		return b, errors.New("it says nothing")
+		return b, errors.New("it is empty")
 	}
 	return b, nil
 }
 
-// matches compares output with a pattern in which "..." stands for anything.
+// matches compares output with a pattern in which "..." matches anything.
 func matches(pattern, output string) bool {
 	var re strings.Builder
 	re.WriteString(`\A`)
@@ -165,7 +165,8 @@ func matches(pattern, output string) bool {
 	return regexp.MustCompile(re.String()).MatchString(output)
 }
 
-// documents are what users read, not what was decided.
+// documents returns the documents for users, by file name. Design decisions are
+// not among them.
 func documents(t *testing.T) map[string]string {
 	t.Helper()
 	files := []string{"README.md", "CONTRIBUTING.md", "SECURITY.md"}
@@ -185,7 +186,7 @@ func documents(t *testing.T) map[string]string {
 }
 
 func TestDocsParser(t *testing.T) {
-	const doc = "text\n\n<!-- test: session exit=3 -->\n\n```sh\na\n```\n\n```output\nb ... c\n```\n\n1. item\n\n   ```sh\n   x\n     y\n   ```\n<!-- test: skip needs a moon -->\n```sh\nz\n```\n```yaml\nsh: no\n```\n"
+	const doc = "text\n\n<!-- test: session exit=3 -->\n\n```sh\na\n```\n\n```output\nb ... c\n```\n\n1. item\n\n   ```sh\n   x\n     y\n   ```\n<!-- test: skip needs hardware -->\n```sh\nz\n```\n```yaml\nsh: no\n```\n"
 	got, err := blocks("d.md", doc)
 	if err != nil || len(got) != 3 {
 		t.Fatalf("%d blocks, %v", len(got), err)
@@ -196,7 +197,7 @@ func TestDocsParser(t *testing.T) {
 	if b := got[1]; b.text != "x\n  y\n" || b.session || b.output != nil {
 		t.Errorf("second: %+v", b)
 	}
-	if got[2].skip != "needs a moon" {
+	if got[2].skip != "needs hardware" {
 		t.Errorf("third: %+v", got[2])
 	}
 	for _, wrong := range []string{
@@ -222,8 +223,8 @@ func TestDocsParser(t *testing.T) {
 
 var link = regexp.MustCompile(`\]\(([^)\s]+)\)`)
 
-// TestDocsLinks: what a document points at in this tree is there, and every
-// shell block can be read.
+// TestDocsLinks checks that links to files of this tree lead to a file, and that
+// every shell block can be parsed.
 func TestDocsLinks(t *testing.T) {
 	texts := documents(t)
 	for _, glob := range []string{"*.md", "docs/*/*.md"} {
@@ -248,7 +249,7 @@ func TestDocsLinks(t *testing.T) {
 			}
 			checked++
 			if _, err := os.Stat(filepath.Join(filepath.Dir(file), target)); err != nil {
-				t.Errorf("%s points at %s, which is not there", file, target)
+				t.Errorf("%s links to %s, which does not exist", file, target)
 			}
 		}
 		if _, err := blocks(file, text); err != nil {
@@ -260,12 +261,12 @@ func TestDocsLinks(t *testing.T) {
 	}
 }
 
-// TestDocs runs what the documents say. It needs root and a built bivy, named
-// by BIVY_BIN.
+// TestDocs runs the shell blocks of the documents. It needs root, and a built
+// bivy, whose path is in BIVY_BIN.
 func TestDocs(t *testing.T) {
 	bin := os.Getenv("BIVY_BIN")
 	if bin == "" {
-		t.Skip("BIVY_BIN does not name a built bivy")
+		t.Skip("BIVY_BIN is not set to a built bivy")
 	}
 	if os.Geteuid() != 0 {
 		t.Skip("sandboxes need root")
@@ -298,13 +299,13 @@ func TestDocs(t *testing.T) {
 				}
 				ran++
 				if !r.follow(t, b) {
-					t.Fatalf("%s: the blocks after it were not run", b.at())
+					t.Fatalf("%s: the remaining blocks were not run", b.at())
 				}
 			}
 		})
 	}
 	t.Run("leftovers", func(t *testing.T) {
-		// A document that went wrong may have left its sessions.
+		// After a failure, sessions of a document may still run.
 		r := newReader(t, bin, host)
 		r.follow(t, block{file: "all documents", session: true, text: "for id in $(bivy ls -q); do bivy end $id; done\n"})
 	})
@@ -314,14 +315,14 @@ func TestDocs(t *testing.T) {
 	}
 }
 
-// A reader does what a document says, block by block.
+// A reader runs the blocks of one document.
 type reader struct {
 	bin    string
-	host   string // directories of bivy's, shared by all documents: one template is built
-	dir    string // scratch: work/ is the working directory
+	host   string // directory with the server's files, shared by all documents: one template is built
+	dir    string // temporary; work/ in it is the working directory
 	env    []string
-	server []string // variables that name the running server; nil: none
-	groups []int    // process groups of blocks, for what they left running
+	server []string // environment variables for the running server; nil: none
+	groups []int    // process groups of the blocks, to end what is left of them
 }
 
 func newReader(t *testing.T, bin, host string) *reader {
@@ -340,7 +341,7 @@ func newReader(t *testing.T, bin, host string) *reader {
 	}
 	t.Cleanup(func() {
 		for _, pgid := range r.groups {
-			// ESRCH is the usual answer: the block left nothing running.
+			// ESRCH: the block left no process.
 			_ = syscall.Kill(-pgid, syscall.SIGTERM)
 		}
 	})
@@ -349,8 +350,8 @@ func newReader(t *testing.T, bin, host string) *reader {
 
 func (r *reader) path(name string) string { return filepath.Join(r.dir, name) }
 
-// docsHost configures a bivy that shares nothing with one of this machine. It
-// is not in TempDir, which sandboxes' unprivileged users cannot get into.
+// docsHost writes a configuration with directories of its own. They are not in
+// TempDir, which the unprivileged users of sandboxes cannot enter.
 func docsHost(t *testing.T) string {
 	t.Helper()
 	dir, err := os.MkdirTemp("", "bivy-docs-")
@@ -359,16 +360,16 @@ func docsHost(t *testing.T) string {
 	}
 	t.Cleanup(func() {
 		if err := os.RemoveAll(dir); err != nil {
-			t.Error("what the documents left:", err)
+			t.Error("remove the files of the documents:", err)
 		}
-		// The daemon names its groups by its run directory; they are empty.
+		// The names of the daemon's groups contain a hash of its run directory.
 		sum := sha256.Sum256([]byte(filepath.Join(dir, "run")))
 		groups, err := filepath.Glob(fmt.Sprintf("/sys/fs/cgroup/*/bivy-%x*", sum[:4]))
 		for _, g := range groups {
 			err = errors.Join(err, os.Remove(g))
 		}
 		if err != nil {
-			t.Error("groups that the documents left:", err)
+			t.Error("remove the groups of the documents:", err)
 		}
 	})
 	if err := os.Chmod(dir, 0o711); err != nil {
@@ -381,8 +382,8 @@ func docsHost(t *testing.T) string {
 	return dir
 }
 
-// serve starts a server for the rest of a document, waits until it has
-// announced itself, and returns the variables that name it.
+// serve starts a server for the rest of a document, waits until it has announced
+// its address, and returns the environment variables for it.
 func (r *reader) serve(t *testing.T) []string {
 	t.Helper()
 	log, err := os.Create(r.path("server.log"))
@@ -399,7 +400,7 @@ func (r *reader) serve(t *testing.T) []string {
 	t.Cleanup(func() {
 		defer log.Close()
 		if err := cmd.Process.Signal(syscall.SIGTERM); err != nil {
-			t.Error("the server ended before it was told to:", err)
+			t.Error("the server ended early:", err)
 		}
 		select {
 		case err := <-died:
@@ -439,18 +440,18 @@ func (r *reader) serve(t *testing.T) []string {
 		case err := <-died:
 			died <- err
 			text, _ := os.ReadFile(log.Name())
-			t.Fatalf("the server died: %v\n%s", err, text)
+			t.Fatalf("the server ended: %v\n%s", err, text)
 		case <-limit:
-			t.Fatal("the server does not come up")
+			t.Fatal("the server does not start")
 		}
 	}
 }
 
-// blockLimit bounds one block; building a template is the longest.
+// blockLimit is the time limit of one block. Building a template takes longest.
 const blockLimit = 3 * time.Minute
 
-// wrap runs a block in the place and with the variables that the one before
-// left, and leaves its own.
+// wrap runs a block in the working directory and with the variables of the block
+// before it, and saves its own for the next.
 const wrap = `
 cd "$(cat "$DOCS/cwd")"
 [ ! -e "$DOCS/vars" ] || . "$DOCS/vars"
@@ -459,7 +460,7 @@ set -eu -o pipefail
 . "$DOCS/block"
 `
 
-// follow runs a block and reports whether it did what the document says.
+// follow runs a block and reports whether output and exit code are as documented.
 func (r *reader) follow(t *testing.T, b block) bool {
 	t.Helper()
 	env := r.env
@@ -498,15 +499,15 @@ func (r *reader) follow(t *testing.T, b block) bool {
 	case code != b.exit:
 		t.Errorf("%s: exit code %d, want %d (%v); it printed:\n%s", b.at(), code, b.exit, err, printed)
 	case b.output != nil && !matches(*b.output, string(printed)):
-		t.Errorf("%s: it should print\n%s\nand prints\n%s", b.at(), *b.output, printed)
+		t.Errorf("%s: it printed\n%[3]s\nwant\n%[2]s", b.at(), *b.output, printed)
 	default:
 		return true
 	}
 	return false
 }
 
-// TestDocsName: each kind of failure and each action that is written to records
-// is in the document that lists them, and nothing else is.
+// TestDocsName checks that the documents list every kind of failure and every
+// action of records, and no others.
 func TestDocsName(t *testing.T) {
 	listed := func(file, section string) []string {
 		text, err := os.ReadFile(file)
@@ -536,12 +537,17 @@ func TestDocsName(t *testing.T) {
 	if d := diff.Diff(kinds, listed("docs/exit-codes.md", "## Errors of the interface")); d != "" {
 		t.Error("kinds of failure in docs/exit-codes.md:", d)
 	}
-	if d := diff.Diff(writtenActions(t), listed("docs/record.md", "## What is in it")); d != "" {
+	// A verifier knows of erasures; no command of this version erases.
+	actions := append(writtenActions(t), "payload.erased")
+	slices.Sort(actions)
+	documented := slices.Concat(listed("docs/record.md", "## What is in a session's record"), listed("docs/record.md", "## What is in a node's record"))
+	slices.Sort(documented)
+	if d := diff.Diff(actions, slices.Compact(documented)); d != "" {
 		t.Error("actions in docs/record.md:", d)
 	}
 }
 
-// writtenActions are the actions of internal/audit that shipped code uses.
+// writtenActions returns the actions of internal/audit that shipped code uses.
 func writtenActions(t *testing.T) []string {
 	t.Helper()
 	src, err := os.ReadFile("internal/audit/event.go")

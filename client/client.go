@@ -14,15 +14,15 @@ import (
 	"time"
 )
 
-// Options say which server to speak to and as whom.
+// Options configure a Client.
 type Options struct {
-	URL        string       // e.g. http://127.0.0.1:7171
-	Key        string       // API key; may be empty for Health alone
-	HTTPClient *http.Client // nil: one of its own, without a total timeout
+	URL        string       // of the server, e.g. http://127.0.0.1:7171
+	Key        string       // API key; only Health works without one
+	HTTPClient *http.Client // nil: a new one, without a total timeout
 	UserAgent  string       // empty: "bivy-go"
 }
 
-// Client speaks to one server. It may be used from any goroutine.
+// Client makes requests to one server. It is safe for concurrent use.
 type Client struct {
 	base  *url.URL
 	key   string
@@ -30,7 +30,7 @@ type Client struct {
 	agent string
 }
 
-// New checks the options; it makes no connection.
+// New returns a client. It checks the options and makes no connection.
 func New(o Options) (*Client, error) {
 	u, err := url.Parse(o.URL)
 	if err != nil {
@@ -40,7 +40,7 @@ func New(o Options) (*Client, error) {
 		return nil, fmt.Errorf("server address %q: want http://HOST:PORT or https://HOST", o.URL)
 	}
 	if strings.ContainsAny(o.Key, "\r\n\x00") {
-		return nil, errors.New("the API key holds a line break")
+		return nil, errors.New("the API key contains a line break")
 	}
 	c := &Client{base: u, key: o.Key, http: o.HTTPClient, agent: o.UserAgent}
 	if c.http == nil {
@@ -52,8 +52,8 @@ func New(o Options) (*Client, error) {
 	return c, nil
 }
 
-// newTransport is made for streams: no compression, buffers of a pipe's size,
-// and no limit on how long an answer takes.
+// newTransport returns a transport for streams: without compression, with
+// buffers of the size of a pipe, and without a limit on how long an answer takes.
 func newTransport() *http.Transport {
 	return &http.Transport{
 		Proxy:               http.ProxyFromEnvironment,
@@ -68,22 +68,22 @@ func newTransport() *http.Transport {
 	}
 }
 
-// Close drops idle connections.
+// Close closes idle connections.
 func (c *Client) Close() { c.http.CloseIdleConnections() }
 
-// call is one request to be made.
+// call describes one request.
 type call struct {
 	method string
 	path   string // escaped where needed
 	query  url.Values
 	body   io.Reader
 	typ    string // media type of body
-	accept string
+	accept string // media type of the answer
 	key    string // idempotency key
 }
 
-// send makes the request and returns an answer of status 2xx, whose body the
-// caller closes. Every other answer is an *Error.
+// send makes the request and returns an answer with status 2xx, whose body the
+// caller closes. Any other answer becomes an *Error.
 func (c *Client) send(ctx context.Context, r call) (*http.Response, error) {
 	u := *c.base
 	escaped := strings.TrimSuffix(u.EscapedPath(), "/") + r.path
@@ -107,10 +107,11 @@ func (c *Client) send(ctx context.Context, r call) (*http.Response, error) {
 		req.Header.Set("Accept", r.accept)
 	}
 	if r.key != "" {
-		// The transport repeats a request with this header by itself when a
-		// kept connection turns out to be dead.
+		// The transport retries a request with this header by itself when an
+		// idle connection turns out to be closed.
 		req.Header.Set("Idempotency-Key", r.key)
 	}
+	setTrace(req)
 	resp, err := c.http.Do(req)
 	if err != nil {
 		return nil, err
@@ -122,6 +123,7 @@ func (c *Client) send(ctx context.Context, r call) (*http.Response, error) {
 	return resp, nil
 }
 
+// readError returns the error that an answer reports.
 func readError(resp *http.Response) error {
 	body, err := io.ReadAll(io.LimitReader(resp.Body, 64<<10))
 	if err != nil {
@@ -129,14 +131,14 @@ func readError(resp *http.Response) error {
 	}
 	e := &Error{}
 	if json.Unmarshal(body, e) != nil || e.Code == "" {
-		return unexpected(resp.StatusCode, fmt.Sprintf("%s, %.200q", resp.Status, body))
+		e = unexpected(resp.StatusCode, fmt.Sprintf("%s, %.200q", resp.Status, body))
 	}
-	e.Status = resp.StatusCode
+	e.Status, e.TraceID = resp.StatusCode, traceID(resp.Header.Get(TraceparentHeader))
 	return e
 }
 
-// json makes a request with a JSON body (unless in is nil) and reads a JSON
-// answer into out (unless that is nil).
+// json makes a request with in as its JSON body, if not nil, and decodes the
+// answer into out, if not nil.
 func (c *Client) json(ctx context.Context, method, path string, query url.Values, in, out any, key string) error {
 	r := call{method: method, path: path, query: query, accept: "application/json", key: key}
 	if in != nil {
@@ -162,75 +164,69 @@ func readJSON(resp *http.Response, out any) error {
 	if err := json.NewDecoder(resp.Body).Decode(out); err != nil {
 		return unexpected(resp.StatusCode, err.Error())
 	}
-	// Reading to the end is what lets the connection be used again.
+	// A connection is only reused after its answer was read to the end.
 	_, err := io.Copy(io.Discard, io.LimitReader(resp.Body, 4<<10))
 	return err
 }
 
-// NewIdempotencyKey returns a random text that makes a repeated create return
-// what the first one made.
+// NewIdempotencyKey returns a random key. A create that is repeated with the
+// same key returns the session of the first one.
 func NewIdempotencyKey() string { return rand.Text() }
 
-// Health says whether the server takes work. It needs no key.
+// Health returns whether the server accepts work. It needs no key.
 func (c *Client) Health(ctx context.Context) (Health, error) {
 	var h Health
 	return h, c.json(ctx, "GET", "/v1/health", nil, nil, &h, "")
 }
 
-// Version says what the server is.
+// Version returns the server's version.
 func (c *Client) Version(ctx context.Context) (Version, error) {
 	var v Version
 	return v, c.json(ctx, "GET", "/v1/version", nil, nil, &v, "")
 }
 
-// Node tells what the server found on its machine.
+// Node returns what the server found on its machine.
 func (c *Client) Node(ctx context.Context) (Node, error) {
 	var n Node
 	return n, c.json(ctx, "GET", "/v1/node", nil, nil, &n, "")
 }
 
-// AuditKey returns the public key that records are signed with.
-func (c *Client) AuditKey(ctx context.Context) (AuditKey, error) {
-	var k AuditKey
-	return k, c.json(ctx, "GET", "/v1/audit/key", nil, nil, &k, "")
-}
-
-// CreateKey makes an API key; its secret is shown this once.
+// CreateKey creates an API key. Its secret cannot be asked for again.
 func (c *Client) CreateKey(ctx context.Context, k CreateKey) (CreatedKey, error) {
 	var out CreatedKey
 	return out, c.json(ctx, "POST", "/v1/keys", nil, k, &out, "")
 }
 
-// Keys returns every API key, revoked ones too.
+// Keys returns all API keys, revoked ones included.
 func (c *Client) Keys(ctx context.Context) ([]Key, error) {
 	var p Page[Key]
 	return p.Items, c.json(ctx, "GET", "/v1/keys", nil, nil, &p, "")
 }
 
-// RevokeKey makes a key worthless at once.
+// RevokeKey revokes a key. Requests with it fail from then on.
 func (c *Client) RevokeKey(ctx context.Context, id string) error {
 	return c.json(ctx, "DELETE", "/v1/keys/"+url.PathEscape(id), nil, nil, nil, "")
 }
 
-// Templates returns every template of the server.
+// Templates returns all templates of the server.
 func (c *Client) Templates(ctx context.Context) ([]Template, error) {
 	var p Page[Template]
 	return p.Items, c.json(ctx, "GET", "/v1/templates", nil, nil, &p, "")
 }
 
-// Template finds a template by name or digest.
+// Template returns a template by name or digest.
 func (c *Client) Template(ctx context.Context, name string) (Template, error) {
 	var t Template
 	return t, c.json(ctx, "GET", "/v1/templates/"+escapePath(name), nil, nil, &t, "")
 }
 
-// DeleteTemplate removes a name, or with a digest the template; it fails with
-// CodeConflict while sessions hold it.
+// DeleteTemplate removes the name of a template or, given a digest, the
+// template. It fails with CodeConflict while sessions use the template.
 func (c *Client) DeleteTemplate(ctx context.Context, name string) error {
 	return c.json(ctx, "DELETE", "/v1/templates/"+escapePath(name), nil, nil, nil, "")
 }
 
-// escapePath escapes a name that may hold slashes, which stay.
+// escapePath escapes the parts of a name between slashes.
 func escapePath(s string) string {
 	parts := strings.Split(s, "/")
 	for i, p := range parts {
@@ -239,7 +235,8 @@ func escapePath(s string) string {
 	return strings.Join(parts, "/")
 }
 
-// BuildTemplate makes a template. progress may be nil; it is called in turn.
+// BuildTemplate builds a template. progress may be nil; it is called from the
+// calling goroutine.
 func (c *Client) BuildTemplate(ctx context.Context, b BuildTemplate, progress func(Progress)) (Template, error) {
 	body, err := json.Marshal(b)
 	if err != nil {
@@ -264,12 +261,15 @@ func (c *Client) BuildTemplate(ctx context.Context, b BuildTemplate, progress fu
 		return Template{}, err
 	}
 	if out == nil {
-		return Template{}, fmt.Errorf("building a template: the answer ended early: %w", io.ErrUnexpectedEOF)
+		return Template{}, fmt.Errorf("build a template: the answer ended early: %w", io.ErrUnexpectedEOF)
 	}
 	return *out, nil
 }
 
-// lines reads an answer of JSON lines and closes it.
+// errStop makes lines stop.
+var errStop = errors.New("stop")
+
+// lines decodes an answer of JSON lines, calls fn for each, and closes it.
 func lines[T any](resp *http.Response, fn func(T) error) error {
 	defer resp.Body.Close()
 	dec := json.NewDecoder(resp.Body)
@@ -283,7 +283,7 @@ func lines[T any](resp *http.Response, fn func(T) error) error {
 			return err
 		}
 		if err := fn(v); err != nil {
-			return err
+			return traced(err, resp)
 		}
 	}
 }

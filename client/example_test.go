@@ -14,18 +14,27 @@ import (
 	"bivy/internal/api/apitest"
 )
 
-// exampleServer stands for a server of yours.
+// exampleServer starts a server for an example.
 func exampleServer() (url, key string, stop func()) {
 	dir, err := os.MkdirTemp("", "bivy-example-*")
 	if err != nil {
 		panic(err)
 	}
-	h, err := apitest.New(dir).Handler()
+	b, err := apitest.Start(context.Background(), dir, apitest.Options{})
+	if err != nil {
+		panic(err)
+	}
+	h, err := b.Handler()
 	if err != nil {
 		panic(err)
 	}
 	s := httptest.NewServer(h)
-	return s.URL, apitest.AdminSecret, func() { s.Close(); os.RemoveAll(dir) }
+	return s.URL, apitest.AdminSecret, func() {
+		s.Close()
+		if err := errors.Join(b.Close(), os.RemoveAll(dir)); err != nil {
+			panic(err)
+		}
+	}
 }
 
 func Example() {
@@ -103,11 +112,11 @@ func ExampleError() {
 	_, err = c.CreateSession(ctx, client.CreateSession{Spec: client.Spec{Template: "missing"}})
 	var e *client.Error
 	if errors.As(err, &e) {
-		fmt.Println(e.Code, e.Field, "|", e.Message, "|", e.Hint)
+		fmt.Println(e.Code, e.Field, "|", e.Hint)
 	}
 	fmt.Println(errors.Is(err, &client.Error{Code: client.CodeNotFound}))
 	// Output:
-	// not_found template | template missing does not exist | templates: base
+	// not_found template | bivy template ls shows those that do
 	// true
 }
 

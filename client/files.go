@@ -9,10 +9,9 @@ import (
 	"strconv"
 )
 
-// FileOptions are beside the path of a file; zero fields mean the session's
-// own.
+// FileOptions are the options of file operations.
 type FileOptions struct {
-	User string
+	User string // whose rights and home directory apply; empty: the session's user
 }
 
 func (o FileOptions) query(path string) url.Values {
@@ -23,12 +22,12 @@ func (o FileOptions) query(path string) url.Values {
 	return q
 }
 
-// FileInfoHeader is the header of GET …/files that holds the file's FileInfo
-// in JSON.
+// FileInfoHeader is the header of the answer to GET …/files with the FileInfo of
+// the file, in JSON.
 const FileInfoHeader = "Bivy-File-Info"
 
-// ReadFile opens a file of the session. Reading ends with an error, not with
-// io.EOF, when the file could not be read whole. The caller closes it.
+// ReadFile opens a file of the session for reading. Read returns io.EOF only
+// when the whole file was read. The caller closes it.
 func (s *Session) ReadFile(ctx context.Context, path string, o FileOptions) (io.ReadCloser, FileInfo, error) {
 	resp, err := s.c.send(ctx, call{method: "GET", path: s.path("/files"), query: o.query(path)})
 	if err != nil {
@@ -50,7 +49,8 @@ func headerInfo(resp *http.Response) (FileInfo, error) {
 	return info, nil
 }
 
-// WriteFile writes a file of the session from r, and the directories above it.
+// WriteFile writes what r returns to a file of the session, and creates the
+// directories above it.
 func (s *Session) WriteFile(ctx context.Context, path string, r io.Reader, o FileOptions) (FileInfo, error) {
 	var info FileInfo
 	resp, err := s.c.send(ctx, call{method: "PUT", path: s.path("/files"), query: o.query(path),
@@ -67,8 +67,8 @@ func (s *Session) Stat(ctx context.Context, path string, o FileOptions) (FileInf
 	return info, s.c.json(ctx, "GET", s.path("/stat"), o.query(path), nil, &info, "")
 }
 
-// ListDir lists what is in a directory, depth levels down; 1 is the directory
-// itself.
+// ListDir lists the files below a directory, down to depth levels; 1 or less
+// lists the directory itself.
 func (s *Session) ListDir(ctx context.Context, path string, depth int, o FileOptions) ([]FileInfo, error) {
 	q := o.query(path)
 	if depth > 0 {
@@ -78,7 +78,7 @@ func (s *Session) ListDir(ctx context.Context, path string, depth int, o FileOpt
 	return p.Items, s.c.json(ctx, "GET", s.path("/dir"), q, nil, &p, "")
 }
 
-// MakeDir makes a directory and those above it.
+// MakeDir creates a directory and the directories above it.
 func (s *Session) MakeDir(ctx context.Context, path string, o FileOptions) (FileInfo, error) {
 	var info FileInfo
 	return info, s.c.json(ctx, "POST", s.path("/mkdir"), o.query(path), nil, &info, "")
@@ -92,7 +92,7 @@ func (s *Session) Move(ctx context.Context, from, to string, o FileOptions) (Fil
 	return info, s.c.json(ctx, "POST", s.path("/move"), q, nil, &info, "")
 }
 
-// Remove removes a file, or a directory with all that is in it.
+// Remove removes a file, or a directory with everything below it.
 func (s *Session) Remove(ctx context.Context, path string, o FileOptions) error {
 	return s.c.json(ctx, "DELETE", s.path("/files"), o.query(path), nil, nil, "")
 }

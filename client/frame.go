@@ -9,31 +9,31 @@ import (
 )
 
 // StreamType is the media type of a command's binary stream, in both
-// directions: frames of one type byte, four bytes of big-endian payload
-// length, and the payload.
+// directions. It is a sequence of frames: one byte for the type, four bytes for
+// the length of the payload (big-endian), and the payload.
 const StreamType = "application/vnd.bivy.stream"
 
 // NDJSONType is the media type of streams of JSON lines.
 const NDJSONType = "application/x-ndjson"
 
-// FrameType says what a frame's payload is.
+// FrameType is the type of a frame.
 type FrameType byte
 
 // Frames from the server.
 const (
 	FrameStart  FrameType = 1 // JSON Started
-	FrameStdout FrameType = 2 // raw
-	FrameStderr FrameType = 3 // raw
-	FramePTY    FrameType = 4 // raw
+	FrameStdout FrameType = 2 // standard output, raw
+	FrameStderr FrameType = 3 // standard error, raw
+	FramePTY    FrameType = 4 // output of the terminal, raw
 	FrameEnd    FrameType = 5 // JSON Exit; the last frame
 	FrameError  FrameType = 6 // JSON Error; the last frame; the command may still run
-	FramePing   FrameType = 7 // empty; sent when nothing else was for a while
+	FramePing   FrameType = 7 // empty; sent when there was no other frame for a while
 )
 
-// Frames from the caller.
+// Frames from the client.
 const (
 	FrameCommand    FrameType = 16 // JSON Command; the first frame
-	FrameStdin      FrameType = 17 // raw
+	FrameStdin      FrameType = 17 // standard input, raw
 	FrameCloseStdin FrameType = 18 // empty
 	FrameResize     FrameType = 19 // JSON Size
 	FrameSignal     FrameType = 20 // JSON SendSignal
@@ -44,7 +44,8 @@ const MaxFrame = 1 << 20
 
 const frameHeader = 5
 
-// ErrFrame is wrapped by what ReadFrame returns for bytes that are no frame.
+// ErrFrame is wrapped by the error of FrameReader.Next for bytes that are not a
+// frame.
 var ErrFrame = errors.New("malformed frame")
 
 // AppendFrame appends a frame's header and payload to b.
@@ -63,22 +64,22 @@ func AppendFrameJSON(b []byte, t FrameType, v any) ([]byte, error) {
 	return AppendFrame(b, t, payload), nil
 }
 
-// FrameReader reads frames. Memory is bounded by MaxFrame and grows with what
-// arrives, not with what a header announces.
+// FrameReader reads frames. It uses at most MaxFrame bytes of memory, and only
+// as much as has arrived, even if a header announces more.
 type FrameReader struct {
 	r      io.Reader
 	header [frameHeader]byte
 	buf    []byte
 }
 
-// NewFrameReader reads from r, which should be buffered.
+// NewFrameReader returns a reader of frames from r, which should be buffered.
 func NewFrameReader(r io.Reader) *FrameReader { return &FrameReader{r: r} }
 
-// Next returns the next frame; its payload is valid until the next call. It
-// returns io.EOF only between frames, and io.ErrUnexpectedEOF inside one. A
-// frame that is too long is an error that is ErrFrame, and nothing can be read
-// after it; of a command it comes with what a frame may hold, so that the
-// answer can say which field made it so.
+// Next returns the next frame; its payload is valid until the next call. The
+// error is io.EOF between frames and io.ErrUnexpectedEOF inside one. For a frame
+// that is longer than MaxFrame it wraps ErrFrame, and nothing can be read after
+// it. A FrameCommand that is too long is returned with its first MaxFrame bytes,
+// so that the server can say which field is too large.
 func (f *FrameReader) Next() (FrameType, []byte, error) {
 	if _, err := io.ReadFull(f.r, f.header[:]); err != nil {
 		return 0, nil, err

@@ -13,8 +13,8 @@ import (
 	"sync"
 )
 
-// Process is a command that runs in a session, seen through one stream. Next
-// and Wait belong to one goroutine; everything else may be called from any.
+// Process is a stream to a command of a session. Next and Wait must be called
+// from one goroutine; the other methods are safe for concurrent use.
 type Process struct {
 	ID  string // of the command
 	PID uint32 // inside the session
@@ -25,24 +25,24 @@ type Process struct {
 	frames *FrameReader
 	exit   *Exit
 
-	// Input goes up the starting request where that carries it, else by a
-	// request for each piece.
+	// Input is sent in the body of the request that started the command, or,
+	// for an attached stream, with a request for each piece.
 	stdinMu sync.Mutex
-	up      *io.PipeWriter // nil: by requests
+	up      *io.PipeWriter // into that body; nil: attached
 	scratch []byte
 	ctx     context.Context // of the stream, for the requests Write makes
 }
 
-// ProcessEvent is a piece of output, or the end.
+// ProcessEvent is a piece of output, or the end of the command.
 type ProcessEvent struct {
 	Type FrameType // FrameStdout, FrameStderr, FramePTY or FrameEnd
-	Data []byte    // of output; valid until the next call of Next
-	Exit Exit      // of FrameEnd
+	Data []byte    // output; valid until the next call of Next
+	Exit Exit      // how it ended, for FrameEnd
 }
 
-// Start runs a command. The stream lives as long as ctx; when that ends
-// before the command does, cmd.OnDisconnect says what becomes of it. The
-// caller calls Next until the end, or Wait, or Close.
+// Start starts a command and returns a stream to it. The stream is closed when
+// ctx is done; cmd.OnDisconnect says what happens to the command then. The caller
+// calls Wait, or Next until the end, or Close.
 func (s *Session) Start(ctx context.Context, cmd Command) (*Process, error) {
 	payload, err := json.Marshal(cmd)
 	if err != nil {
@@ -54,8 +54,8 @@ func (s *Session) Start(ctx context.Context, cmd Command) (*Process, error) {
 		var down *io.PipeReader
 		down, up = io.Pipe()
 		if len(payload) > MaxFrame {
-			// What is cut off is never missed: the server says which field
-			// is too large from the first part of it.
+			// The server refuses it, and needs only the first part to say which
+			// field is too large.
 			payload = payload[:MaxFrame+1]
 		}
 		first := AppendFrame(make([]byte, 0, frameHeader+len(payload)), FrameCommand, payload)
@@ -66,8 +66,8 @@ func (s *Session) Start(ctx context.Context, cmd Command) (*Process, error) {
 	return s.open(ctx, r, up)
 }
 
-// Attach opens another stream to a command that runs, or that ended a moment
-// ago. Output written while nobody was attached is not kept.
+// Attach opens another stream to a command that runs, or that ended within the
+// last 30 seconds. Output from before is not repeated.
 func (s *Session) Attach(ctx context.Context, command string) (*Process, error) {
 	return s.open(ctx, call{method: "GET", path: s.commandPath(command, ""), accept: StreamType}, nil)
 }
@@ -93,10 +93,10 @@ func (s *Session) open(ctx context.Context, r call, up *io.PipeWriter) (*Process
 		frames: NewFrameReader(bufio.NewReaderSize(resp.Body, 64<<10))}
 	t, payload, err := p.frames.Next()
 	if err == nil && t == FrameError {
-		err = frameError(payload)
+		err = traced(frameError(payload), resp)
 	}
 	if err == nil && t != FrameStart {
-		err = unexpected(resp.StatusCode, fmt.Sprintf("a stream that begins with frame %d", t))
+		err = unexpected(resp.StatusCode, fmt.Sprintf("a stream that begins with a frame of type %d", t))
 	}
 	if err == nil {
 		var started Started
@@ -106,7 +106,7 @@ func (s *Session) open(ctx context.Context, r call, up *io.PipeWriter) (*Process
 		}
 	}
 	resp.Body.Close()
-	return fail(fmt.Errorf("starting a command: %w", err))
+	return fail(fmt.Errorf("start a command: %w", err))
 }
 
 func frameError(payload []byte) error {
@@ -117,11 +117,11 @@ func frameError(payload []byte) error {
 	return e
 }
 
-// ErrDetached is wrapped by what Next returns when the stream broke before
-// the command's end; the command may still run.
+// ErrDetached is wrapped by the error of Next when the stream broke before the
+// command ended. The command may still run.
 var ErrDetached = errors.New("the connection to the command was lost")
 
-// Next waits for output or the end; after the end it returns io.EOF.
+// Next waits for output or for the end. After the end it returns io.EOF.
 func (p *Process) Next() (ProcessEvent, error) {
 	if p.exit != nil {
 		return ProcessEvent{}, io.EOF
@@ -149,26 +149,26 @@ func (p *Process) Next() (ProcessEvent, error) {
 			return ProcessEvent{Type: t, Exit: e}, nil
 		case FrameError:
 			p.Close()
-			return ProcessEvent{}, fmt.Errorf("%w: %w", ErrDetached, frameError(payload))
-		default: // a ping, or what a later server has to say
+			return ProcessEvent{}, fmt.Errorf("%w: %w", ErrDetached, traced(frameError(payload), p.resp))
+		default: // a ping, or a frame that this version does not know
 		}
 	}
 }
 
-// finish ends the exchange politely, so that its connection can be used again.
+// finish reads the answer to its end, so that the connection can be reused.
 func (p *Process) finish() {
 	if p.up != nil {
 		p.up.Close()
 	}
-	// Nothing follows the last frame but the end of the answer.
-	io.Copy(io.Discard, io.LimitReader(p.resp.Body, 4<<10)) //nolint:errcheck // the command's end is known; only the connection is at stake
+	// After the last frame there is only the end of the answer.
+	io.Copy(io.Discard, io.LimitReader(p.resp.Body, 4<<10)) //nolint:errcheck // after an error the connection is not reused, and that is all
 	p.resp.Body.Close()
 	p.cancel()
 }
 
-// Wait copies output to stdout (a terminal's too) and stderr, either of which
-// may be nil, until the command ends. When a writer fails, Wait returns its
-// error and the stream is closed.
+// Wait copies output to stdout and stderr, either of which may be nil, until the
+// command ends. Output of a terminal goes to stdout. When a writer fails, Wait
+// closes the stream and returns the writer's error.
 func (p *Process) Wait(stdout, stderr io.Writer) (Exit, error) {
 	for {
 		ev, err := p.Next()
@@ -193,8 +193,8 @@ func (p *Process) Wait(stdout, stderr io.Writer) (Exit, error) {
 	}
 }
 
-// Close cuts the stream. A command that has not ended is detached or killed,
-// as its OnDisconnect says.
+// Close closes the stream. A command that has not ended is detached or killed,
+// according to its OnDisconnect.
 func (p *Process) Close() error {
 	p.cancel()
 	if p.up != nil {
@@ -205,7 +205,7 @@ func (p *Process) Close() error {
 
 const stdinChunk = 32 << 10
 
-// Write sends input. It blocks while the command does not read.
+// Write sends standard input. It blocks while the command does not read.
 func (p *Process) Write(b []byte) (int, error) {
 	p.stdinMu.Lock()
 	defer p.stdinMu.Unlock()
@@ -227,7 +227,7 @@ func (p *Process) Write(b []byte) (int, error) {
 	return len(b), nil
 }
 
-// CloseStdin is the end of input.
+// CloseStdin closes the command's standard input.
 func (p *Process) CloseStdin() error {
 	p.stdinMu.Lock()
 	defer p.stdinMu.Unlock()
@@ -238,13 +238,13 @@ func (p *Process) CloseStdin() error {
 	return err
 }
 
-// Signal sends a signal to the command. It overtakes input that the command
-// has not read.
+// Signal sends a signal, by its Linux number, to the command. It may arrive
+// before input that was sent earlier.
 func (p *Process) Signal(ctx context.Context, signal int) error {
 	return p.s.Signal(ctx, p.ID, signal)
 }
 
-// Resize tells the command its terminal's new size.
+// Resize sets the size of the command's terminal.
 func (p *Process) Resize(ctx context.Context, size Size) error {
 	return p.s.c.json(ctx, "POST", p.s.commandPath(p.ID, "/resize"), nil, size, nil, "")
 }
@@ -258,38 +258,39 @@ func (p *Process) post(ctx context.Context, rest string, r call) error {
 	return readJSON(resp, nil)
 }
 
-// Signal sends a signal to a command by its id.
+// Signal sends a signal, by its Linux number, to a command.
 func (s *Session) Signal(ctx context.Context, command string, signal int) error {
 	return s.c.json(ctx, "POST", s.commandPath(command, "/signal"), nil, SendSignal{Signal: signal}, nil, "")
 }
 
-// StartDetached runs a command without a stream: it returns once the command
-// has started, and nobody keeps its output.
+// StartDetached starts a command without a stream and returns once it has
+// started. Its output is not kept.
 func (s *Session) StartDetached(ctx context.Context, cmd Command) (CommandInfo, error) {
 	var info CommandInfo
 	return info, s.c.json(ctx, "POST", s.path("/commands"), nil, cmd, &info, "")
 }
 
-// Commands lists the commands that run, and those that ended a moment ago.
+// Commands lists the commands that run or ended within the last 30 seconds.
 func (s *Session) Commands(ctx context.Context) ([]CommandInfo, error) {
 	var p Page[CommandInfo]
 	return p.Items, s.c.json(ctx, "GET", s.path("/commands"), nil, nil, &p, "")
 }
 
-// MaxRunOutput bounds each of the outputs that Run keeps.
+// MaxRunOutput is how many bytes of each output Run keeps.
 const MaxRunOutput = 16 << 20
 
-// Result is what a command did. For output without bounds use Start.
+// Result is the outcome of Run.
 type Result struct {
 	Exit
-	Stdout    []byte // a terminal's output too
-	Stderr    []byte
-	Truncated bool // an output was longer than MaxRunOutput, the rest was dropped
+	Stdout    []byte // standard output, or the output of the terminal
+	Stderr    []byte // standard error
+	Truncated bool   // an output was longer than MaxRunOutput; the rest is missing
 }
 
-// Run runs a command to its end. A command that fails is not an error: see
-// Result.Status. When ctx ends first the command is killed, unless
-// cmd.OnDisconnect says otherwise.
+// Run runs a command until it ends and returns its output; for more than
+// MaxRunOutput use Start. A command that fails is not an error: see
+// Result.Status. When ctx is done first, the command is killed unless
+// cmd.OnDisconnect is Detach.
 func (s *Session) Run(ctx context.Context, cmd Command) (Result, error) {
 	if cmd.OnDisconnect == "" {
 		cmd.OnDisconnect = Kill
@@ -316,8 +317,8 @@ func (w *bounded) Write(b []byte) (int, error) {
 	return len(b), nil
 }
 
-// duplex is the body of a starting request: the first frame, then whatever
-// Write sends.
+// duplex is the body of a request that starts a command: the first frame, then
+// the frames that Write sends.
 type duplex struct {
 	first *bytes.Reader
 	rest  *io.PipeReader
@@ -330,6 +331,6 @@ func (d *duplex) Read(b []byte) (int, error) {
 	return d.rest.Read(b)
 }
 
-// Close is called by the transport when it is done with the body; writers
-// learn of it.
+// Close is called by the transport when it no longer reads the body. It makes
+// Write fail.
 func (d *duplex) Close() error { return d.rest.Close() }

@@ -13,28 +13,28 @@ import (
 	"time"
 )
 
-// Session is one session of a server. Its methods may be called from any
-// goroutine.
+// Session is a session of a server. Its methods are safe for concurrent use.
 type Session struct {
-	ID     string
-	Info   SessionInfo // as it was when this value was made; Get for now
-	Timing []Phase     // of the create that made it
+	ID     string      // of the session
+	Info   SessionInfo // as it was when this value was made; see Get
+	Timing []Phase     // how long the parts of its creation took
 	c      *Client
 }
 
-// Session returns the session with that id without asking the server for it.
+// Session returns the session with that id. It makes no request: a session that
+// does not exist is reported by the methods of the result.
 func (c *Client) Session(id string) *Session {
 	return &Session{ID: id, Info: SessionInfo{ID: id}, c: c}
 }
 
-// CreateOptions are beside what a session is.
+// CreateOptions are the options of CreateSessionWith.
 type CreateOptions struct {
-	IdempotencyKey string         // empty: a fresh one
-	UndoOnCancel   bool           // use no key, so that a create whose ctx ends first leaves nothing
-	Progress       func(Progress) // nil: none; called in turn, from the calling goroutine
+	IdempotencyKey string         // a repeated create with the same key returns the same session; empty: a new key
+	UndoOnCancel   bool           // send no key, so that the server undoes a create whose ctx is done first
+	Progress       func(Progress) // may be nil; called from the calling goroutine
 }
 
-// CreateSession makes a session and returns once it runs.
+// CreateSession creates a session and returns once it is running.
 func (c *Client) CreateSession(ctx context.Context, s CreateSession) (*Session, error) {
 	return c.CreateSessionWith(ctx, s, CreateOptions{})
 }
@@ -77,17 +77,17 @@ func (c *Client) CreateSessionWith(ctx context.Context, s CreateSession, o Creat
 		return nil, err
 	}
 	if out == nil {
-		return nil, fmt.Errorf("creating a session: the answer ended early: %w", io.ErrUnexpectedEOF)
+		return nil, fmt.Errorf("create a session: the answer ended early: %w", io.ErrUnexpectedEOF)
 	}
 	return &Session{ID: out.ID, Info: out.SessionInfo, Timing: out.Timing, c: c}, nil
 }
 
-// ListOptions narrow Sessions; zero fields do not narrow.
+// ListOptions select sessions. A zero field selects all.
 type ListOptions struct {
-	States []State
-	Labels map[string]string
-	Owner  string // a principal's subject
-	Limit  int    // of one page; 0: the server's
+	States []State           // in one of these states
+	Labels map[string]string // with all of these labels
+	Owner  string            // of the owner with this subject
+	Limit  int               // sessions in one page; 0: the server's default
 }
 
 func (o ListOptions) query() url.Values {
@@ -107,13 +107,13 @@ func (o ListOptions) query() url.Values {
 	return q
 }
 
-// Sessions lists sessions, newest first, page by page. After an error the
-// sequence ends.
+// Sessions lists sessions, newest first. It asks for one page after the other,
+// and stops after an error.
 func (c *Client) Sessions(ctx context.Context, o ListOptions) iter.Seq2[SessionInfo, error] {
 	return pages[SessionInfo](ctx, c, "/v1/sessions", o.query(), "cursor")
 }
 
-// pages walks a paged list.
+// pages returns the items of a list, page by page.
 func pages[T any](ctx context.Context, c *Client, path string, q url.Values, cursor string) iter.Seq2[T, error] {
 	return func(yield func(T, error) bool) {
 		q := maps.Clone(q)
@@ -141,7 +141,7 @@ func pages[T any](ctx context.Context, c *Client, path string, q url.Values, cur
 	}
 }
 
-// GetSession asks the server for a session.
+// GetSession returns the session with that id, as the server knows it.
 func (c *Client) GetSession(ctx context.Context, id string) (*Session, error) {
 	s := c.Session(id)
 	info, err := s.Get(ctx)
@@ -154,20 +154,20 @@ func (c *Client) GetSession(ctx context.Context, id string) (*Session, error) {
 
 func (s *Session) path(rest string) string { return "/v1/sessions/" + url.PathEscape(s.ID) + rest }
 
-// Get returns the session as it is now.
+// Get returns the present state of the session.
 func (s *Session) Get(ctx context.Context) (SessionInfo, error) {
 	var info SessionInfo
 	return info, s.c.json(ctx, "GET", s.path(""), nil, nil, &info, "")
 }
 
-// End ends the session and returns once nothing of it is left. Ending one
-// that has ended changes nothing. The end goes on when ctx is cancelled.
+// End ends the session and returns once its sandbox is gone. Ending a session
+// that has ended changes nothing. The end continues when ctx is cancelled.
 func (s *Session) End(ctx context.Context) (SessionInfo, error) {
 	var info SessionInfo
 	return info, s.c.json(ctx, "DELETE", s.path(""), nil, nil, &info, "")
 }
 
-// SetTimeout makes the session end by itself after d, counted from now.
+// SetTimeout sets the session's deadline to d from now, rounded up to seconds.
 func (s *Session) SetTimeout(ctx context.Context, d time.Duration) (SessionInfo, error) {
 	var info SessionInfo
 	in := SetTimeout{TimeoutSeconds: int64((d + time.Second - 1) / time.Second)}
@@ -180,15 +180,15 @@ func (s *Session) Stats(ctx context.Context) (Stats, error) {
 	return st, s.c.json(ctx, "GET", s.path("/stats"), nil, nil, &st, "")
 }
 
-// Events lists the events of the session's record with a sequence number
-// above after.
+// Events lists the events of the session's record with sequence numbers greater
+// than after.
 func (s *Session) Events(ctx context.Context, after uint64) iter.Seq2[Event, error] {
 	q := url.Values{"after": {strconv.FormatUint(after, 10)}}
 	return pages[Event](ctx, s.c, s.path("/events"), q, "after")
 }
 
-// Follow gives the events above after as they are written, until the session
-// has ended.
+// Follow is Events that continues with new events as they are written, until the
+// session has ended.
 func (s *Session) Follow(ctx context.Context, after uint64) iter.Seq2[Event, error] {
 	return func(yield func(Event, error) bool) {
 		q := url.Values{"after": {strconv.FormatUint(after, 10)}, "follow": {"true"}}
@@ -197,24 +197,23 @@ func (s *Session) Follow(ctx context.Context, after uint64) iter.Seq2[Event, err
 			yield(Event{}, err)
 			return
 		}
-		stop := fmt.Errorf("stop")
 		err = lines(resp, func(u EventUpdate) error {
 			if u.Error != nil {
 				return u.Error
 			}
 			if u.Event != nil && !yield(*u.Event, nil) {
-				return stop
+				return errStop
 			}
 			return nil
 		})
-		if err != nil && err != stop { //nolint:errorlint // stop is this call's own and never wrapped
+		if err != nil && err != errStop { //nolint:errorlint // errStop is never wrapped
 			yield(Event{}, err)
 		}
 	}
 }
 
-// Record returns the session's record in the form that is verified offline.
-// The caller closes it.
+// Record returns the session's record in the form that is verified offline. The
+// caller closes it.
 func (s *Session) Record(ctx context.Context) (io.ReadCloser, error) {
 	resp, err := s.c.send(ctx, call{method: "GET", path: s.path("/record")})
 	if err != nil {

@@ -45,8 +45,13 @@ func run() error {
 	// Little is alive at any time, and every idle sandbox pays for the rest.
 	debug.SetGCPercent(25)
 	debug.SetMemoryLimit(64 << 20)
-	if err := guest.Settle(cfg.Log); err != nil {
+	if err := guest.PrepareProcess(cfg.Log); err != nil {
 		return err
+	}
+	if os.Getpid() == 1 {
+		if err := guest.MakeRunDirs(cfg.Run); err != nil {
+			cfg.Log.Warn("directories of the image are missing in /run", "err", err)
+		}
 	}
 	ctx, stop := context.WithCancel(context.Background())
 	defer stop()

@@ -3,7 +3,7 @@
 // Every action of a caller is decided once, beside the intent that announces
 // it in the record, by the one Decider of the process. The interfaces that
 // callers come through (REST and others) only authenticate: they say who calls
-// and leave the decision to the room that does the work.
+// and leave the decision to the package that does the work.
 //
 //	Caller ──▶ Request{Caller, Action, Resource} ──▶ Decider ──▶ Decision
 //	                                                  (Roles)     in the event
@@ -19,15 +19,15 @@ import (
 // Caller is an authenticated principal and the role of its key. It is
 // comparable. The zero Caller may do nothing.
 type Caller struct {
-	Principal session.Principal
-	Role      Role
+	Principal session.Principal // who calls
+	Role      Role              // of the key that was sent
 }
 
 // Resource is what an action is about. The zero value stands for actions that
 // are about no session.
 type Resource struct {
-	Session session.ID
-	Owner   session.Principal // of the session
+	Session session.ID        // which session; empty: none
+	Owner   session.Principal // of that session
 }
 
 // Of returns the resource that s is.
@@ -35,9 +35,9 @@ func Of(s session.Session) Resource { return Resource{Session: s.ID, Owner: s.Ow
 
 // Request asks for one decision.
 type Request struct {
-	Caller   Caller
-	Action   Action
-	Resource Resource
+	Caller   Caller   // who asks
+	Action   Action   // for what
+	Resource Resource // on what
 }
 
 // Decider is a set of rules. Its methods are safe for concurrent use, take no

@@ -33,8 +33,8 @@ func ParseRole(s string) (Role, error) {
 	return "", kind.Errorf(kind.Invalid, "%.64q is not a role: want admin, developer or auditor", s).WithField("role")
 }
 
-// Action is one thing that a caller may do. What is not in the table of the
-// rules nobody may do.
+// Action is one thing that a caller may do. An action that is not in the table
+// is denied.
 type Action string
 
 // The actions. Those marked * are about a session, so that the rule of
@@ -54,7 +54,7 @@ const (
 	AuditSystem  Action = "audit.system"
 	TemplateRead Action = "template.read"
 	// TemplateWrite is the admin's: a template name is shared by everyone, and
-	// whoever replaces one runs code in the sessions of others.
+	// a caller who replaces one runs code in the sessions of others.
 	TemplateWrite Action = "template.write"
 	KeyManage     Action = "key.manage" // API keys, and the key that signs records
 	NodeRead      Action = "node.read"  // health, versions and limits of the host
@@ -129,7 +129,7 @@ var rolesDigest = func() string {
 func (Roles) Decide(_ context.Context, r Request) (audit.Decision, error) {
 	err := allow(r.Caller, r.Action)
 	if err == nil && reachOf(r.Caller.Role, r.Action) == own && r.Resource.Session != "" && r.Resource.Owner.Subject != r.Caller.Principal.Subject {
-		// To whoever may not see a session it does not exist.
+		// A caller who may not see a session must not learn that it exists.
 		err = kind.Errorf(kind.NotFound, "session %s does not exist", r.Resource.Session).WithField("session")
 	}
 	if err != nil {

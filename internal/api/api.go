@@ -1,13 +1,6 @@
-// Package api is bivy's REST interface, version 1: it decodes requests,
-// checks who may make them, calls the lifecycle and maps what comes back.
-// Nothing else is decided here.
-//
-// The wire types are those of package client. openapi.yaml describes the
-// interface, and tests hold the two against each other.
 package api
 
 import (
-	"bivy/internal/access"
 	"context"
 	"crypto/rand"
 	"crypto/tls"
@@ -23,52 +16,58 @@ import (
 	"time"
 
 	"bivy/client"
+	"bivy/internal/access"
 	"bivy/internal/kind"
 	"bivy/internal/session"
+	"bivy/internal/trace"
 )
 
-// Options are what the interface stands on. All fields but Hosts, Ready, Log
-// and Node are required.
+// Options are what the interface stands on. All fields but Ready, Hosts and Log
+// are required.
 type Options struct {
 	Sessions  Sessions
-	Commands  Commands
-	Files     Files
-	Records   Records
+	Workload  Workload
+	System    System
 	Templates Templates
 	Keys      Keys
+	Node      Node
 
-	AuditKey client.AuditKey
-	Version  client.Version
-	Node     func(ctx context.Context) (client.Node, error) // nil: no facts
+	// DigestKey is the secret key, at least 32 bytes, of the digests by which a
+	// repeated create is recognised. They are stored, and a plain hash of the
+	// request would let its environment values be guessed.
+	DigestKey []byte
 
 	// Ready is closed when sessions can be made; nil: always.
 	Ready <-chan struct{}
-	// Hosts are the names, beside loopback ones, that a request's Host may
-	// have. A page in a browser that was led to this address by its own name
-	// is refused.
+	// Hosts are the names, beside loopback ones, that a request's Host header
+	// may have. Any other is refused: a web page could have made the browser
+	// resolve its own name to this address.
 	Hosts []string
 	Log   *slog.Logger // nil: discard
 }
 
 // Handler serves the interface.
 type Handler struct {
-	o      Options
-	log    *slog.Logger
-	mux    *http.ServeMux
-	routes []route
+	o   Options
+	log *slog.Logger
+	mux *http.ServeMux
 }
+
+const minDigestKey = 32 // bytes
 
 // New makes a Handler.
 func New(o Options) (*Handler, error) {
-	if o.Sessions == nil || o.Commands == nil || o.Files == nil || o.Records == nil || o.Templates == nil || o.Keys == nil {
-		return nil, errors.New("api: every port of Options is required")
+	if o.Sessions == nil || o.Workload == nil || o.System == nil || o.Templates == nil || o.Keys == nil || o.Node == nil {
+		return nil, errors.New("api: every part of Options is required")
+	}
+	if len(o.DigestKey) < minDigestKey {
+		return nil, fmt.Errorf("api: the digest key has %d bytes, want %d", len(o.DigestKey), minDigestKey)
 	}
 	h := &Handler{o: o, log: o.Log, mux: http.NewServeMux()}
 	if h.log == nil {
 		h.log = slog.New(slog.DiscardHandler)
 	}
-	h.routes = h.table()
-	for _, r := range h.routes {
+	for _, r := range table() {
 		h.mux.HandleFunc(r.method+" "+r.pattern, func(w http.ResponseWriter, req *http.Request) {
 			h.run(w.(*response), req, r)
 		})
@@ -102,9 +101,9 @@ func NewServer(h http.Handler, log *slog.Logger) *http.Server {
 	return s
 }
 
-// Listen opens the address the interface is served on. An address that others
-// can reach needs a certificate, unless plain says that something in front of
-// it encrypts.
+// Listen opens the address that the interface is served on. An address beyond
+// loopback needs a certificate, unless plain says that a proxy in front of it
+// encrypts.
 func Listen(ctx context.Context, address string, cert *tls.Config, plain bool) (net.Listener, error) {
 	host, _, err := net.SplitHostPort(address)
 	if err != nil {
@@ -137,8 +136,8 @@ func isLoopback(host string) bool {
 	return ip != nil && ip.IsLoopback()
 }
 
-// hostAllowed guards against pages that reach this address under a name of
-// their own.
+// hostAllowed guards against DNS rebinding: a web page whose own name resolves
+// to this address.
 func (h *Handler) hostAllowed(hostport string) bool {
 	host := hostport
 	if name, _, err := net.SplitHostPort(hostport); err == nil {
@@ -150,8 +149,9 @@ func (h *Handler) hostAllowed(hostport string) bool {
 // response notes what was sent, for the log and for panics.
 type response struct {
 	http.ResponseWriter
-	request string // its id
-	status  int
+	request string   // id of the request
+	trace   trace.ID // that the request belongs to
+	status  int      // that was sent; 0: none yet
 }
 
 func (w *response) WriteHeader(status int) {
@@ -174,26 +174,28 @@ func (w *response) Unwrap() http.ResponseWriter { return w.ResponseWriter }
 // ServeHTTP implements http.Handler.
 func (h *Handler) ServeHTTP(rw http.ResponseWriter, req *http.Request) {
 	start := time.Now()
-	w := &response{ResponseWriter: rw, request: newRequestID()}
+	w := &response{ResponseWriter: rw, request: newRequestID(), trace: traceOf(req)}
+	req = req.WithContext(trace.NewContext(req.Context(), w.trace))
 	w.Header().Set("Bivy-Request-Id", w.request)
+	w.Header().Set(client.TraceparentHeader, w.trace.Traceparent())
 	w.Header().Set("X-Content-Type-Options", "nosniff")
 	w.Header().Set("Cache-Control", "no-store")
+	log := h.logOf(w).With("method", req.Method, "path", req.URL.Path)
 	defer func() {
 		p := recover()
 		if p == http.ErrAbortHandler { //nolint:errorlint // the documented comparison
+			log.Debug("request cut", "status", w.status, "took", time.Since(start))
 			panic(p)
 		}
 		if p != nil {
-			h.log.Error("panic in a request", "request", w.request, "method", req.Method, "path", req.URL.Path,
-				"panic", fmt.Sprint(p), "stack", string(debug.Stack()))
+			log.Error("panic in a request", "panic", fmt.Sprint(p), "stack", string(debug.Stack()))
 			if w.status != 0 {
-				// What was sent cannot be taken back, but it can be seen to be cut.
+				// The caller must not take what was sent for the whole answer.
 				panic(http.ErrAbortHandler)
 			}
 			h.fail(w, req, errors.New("panic"))
 		}
-		h.log.Debug("request", "request", w.request, "method", req.Method, "path", req.URL.Path,
-			"status", w.status, "took", time.Since(start))
+		log.Debug("request", "status", w.status, "took", time.Since(start))
 	}()
 	if !h.hostAllowed(req.Host) {
 		h.fail(w, req, kind.Errorf(kind.Denied, "this server is not called %.100q", req.Host).
@@ -201,6 +203,22 @@ func (h *Handler) ServeHTTP(rw http.ResponseWriter, req *http.Request) {
 		return
 	}
 	h.mux.ServeHTTP(w, req)
+}
+
+// traceOf returns the trace that the caller names, or a new one when it names
+// none or names it in a way that the recommendation tells to ignore.
+func traceOf(req *http.Request) trace.ID {
+	if values := req.Header.Values(client.TraceparentHeader); len(values) == 1 {
+		if id, ok := trace.Parse(values[0]); ok {
+			return id
+		}
+	}
+	return trace.New()
+}
+
+// logOf returns the log for lines about one request.
+func (h *Handler) logOf(w *response) *slog.Logger {
+	return h.log.With("request", w.request, "trace", w.trace)
 }
 
 func newRequestID() string {
@@ -230,7 +248,7 @@ func (h *Handler) noRoute(rw http.ResponseWriter, req *http.Request) {
 		WithHint("GET /v1/openapi.yaml describes every path"))
 }
 
-// run checks a request against its route and calls its handler.
+// run authenticates a request, checks its form and calls its handler.
 func (h *Handler) run(w *response, req *http.Request, r route) {
 	c := &call{h: h, w: w, req: req, route: r, ctl: http.NewResponseController(w)}
 	err := func() error {
@@ -241,14 +259,15 @@ func (h *Handler) run(w *response, req *http.Request, r route) {
 				Message: fmt.Sprintf("%s cannot be %s", req.URL.Path, req.Method), Hint: "allowed: " + r.method})
 			return nil
 		}
-		if err := c.authorise(); err != nil {
+		if err := c.authenticate(); err != nil {
 			return err
 		}
 		if err := c.checkQuery(); err != nil {
 			return err
 		}
 		if strings.Contains(r.pattern, "{session}") {
-			if err := c.loadSession(); err != nil {
+			var err error
+			if c.session, err = session.ParseID(req.PathValue("session")); err != nil {
 				return err
 			}
 		}
@@ -261,21 +280,19 @@ func (h *Handler) run(w *response, req *http.Request, r route) {
 
 // call is one request on its way through its route.
 type call struct {
-	h      *Handler
-	w      *response
-	req    *http.Request
-	ctl    *http.ResponseController
-	route  route
-	caller access.Caller
-	sess   session.Session // of routes below a session
+	h       *Handler
+	w       *response
+	req     *http.Request
+	ctl     *http.ResponseController
+	route   route
+	caller  access.Caller // zero on public routes
+	session session.ID    // in the path of routes below a session
 }
 
 func (c *call) ctx() context.Context { return c.req.Context() }
 
-// actor is who does what this request asks for.
-func (c *call) actor() session.Principal { return c.caller.Principal }
-
-func (c *call) authorise() error {
+// authenticate finds out who calls.
+func (c *call) authenticate() error {
 	if c.route.public != "" {
 		return nil
 	}
@@ -283,26 +300,28 @@ func (c *call) authorise() error {
 	if scheme, bearer, ok := strings.Cut(c.req.Header.Get("Authorization"), " "); ok && strings.EqualFold(scheme, "Bearer") {
 		token = bearer
 	}
-	caller, err := c.h.o.Keys.Authenticate(c.ctx(), token)
+	caller, err := c.h.o.Keys.Authenticate(c.ctx(), token, remoteHost(c.req.RemoteAddr))
 	if err != nil {
 		c.w.Header().Set("WWW-Authenticate", `Bearer realm="bivy"`)
 		return err
 	}
 	c.caller = caller
-	return c.decide(access.Resource{})
+	return nil
 }
 
-// decide asks whether the caller may do what the route is for.
-func (c *call) decide(r access.Resource) error {
-	_, err := access.Roles{}.Decide(c.ctx(), access.Request{Caller: c.caller, Action: c.route.need, Resource: r})
-	return err
+// remoteHost is the host of an address, or the address where it has none.
+func remoteHost(address string) string {
+	if host, _, err := net.SplitHostPort(address); err == nil {
+		return host
+	}
+	return address
 }
 
 func (c *call) checkQuery() error {
 	if c.req.URL.RawQuery == "" {
 		return c.checkIdempotency()
 	}
-	// ParseQuery, unlike Query, tells of what it cannot read.
+	// ParseQuery, unlike Query, fails for what it cannot read.
 	q, err := parseQuery(c.req.URL.RawQuery)
 	if err != nil {
 		return err
@@ -338,19 +357,4 @@ func (c *call) checkIdempotency() error {
 		return kind.Errorf(kind.Invalid, "want one text of 1 to 255 bytes").WithField(idempotencyHeader)
 	}
 	return nil
-}
-
-// loadSession finds the session of the path. To who may not see it, it does
-// not exist.
-func (c *call) loadSession() error {
-	id, err := session.ParseID(c.req.PathValue("session"))
-	if err != nil {
-		return err
-	}
-	s, err := c.h.o.Sessions.Get(c.ctx(), id)
-	if err != nil {
-		return err
-	}
-	c.sess = s
-	return c.decide(access.Of(s))
 }

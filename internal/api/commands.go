@@ -12,7 +12,7 @@ import (
 
 	"bivy/client"
 	"bivy/internal/kind"
-	"bivy/internal/lifecycle"
+	"bivy/internal/workload"
 )
 
 func startCommand(c *call) error {
@@ -23,6 +23,10 @@ func startCommand(c *call) error {
 	var in client.Command
 	var frames *client.FrameReader
 	if t, _, err := mime.ParseMediaType(c.req.Header.Get("Content-Type")); err == nil && t == client.StreamType {
+		// Callers send nothing before they know that the session is there.
+		if _, err := c.h.o.Sessions.Get(c.ctx(), c.caller, c.session); err != nil {
+			return err
+		}
 		frames, err = c.firstFrame(&in)
 		if err != nil {
 			return err
@@ -43,32 +47,33 @@ func startCommand(c *call) error {
 	return s.run()
 }
 
-func (c *call) startProcess(in client.Command, typ string, duplex bool) (Process, error) {
+func (c *call) startProcess(in client.Command, typ string, duplex bool) (*workload.Process, error) {
 	bad := func(field, format string, args ...any) error {
 		return kind.Errorf(kind.Invalid, format, args...).WithField(field)
 	}
 	switch {
 	case len(in.Argv) == 0:
-		return nil, bad("argv", "missing: what is to be run?")
+		return nil, bad("argv", "missing")
 	case in.TimeoutSeconds < 0 || in.TimeoutSeconds > 30*24*3600:
 		return nil, bad("timeout_seconds", "%g is outside 0 to %d", in.TimeoutSeconds, 30*24*3600)
 	case in.OnDisconnect != "" && in.OnDisconnect != client.Detach && in.OnDisconnect != client.Kill:
 		return nil, bad("on_disconnect", "%.40q; want %q or %q", in.OnDisconnect, client.Detach, client.Kill)
 	case typ == "application/json" && in.OnDisconnect == client.Kill:
-		return nil, bad("on_disconnect", "nobody stays connected when the answer is not a stream")
+		return nil, bad("on_disconnect", "kill needs an answer that is a stream")
 	case typ == "application/json" && duplex:
 		return nil, bad("Accept", "input in the request needs an answer that is a stream")
 	}
 	ctx := c.ctx()
 	if in.OnDisconnect == client.Kill {
-		// A start that is given up when its caller goes may have happened: the
-		// command would run on. Started it is seen to have no caller, and killed.
+		// A start that is cancelled when its caller goes may have happened, and
+		// the command would run on. It is started, found without a caller, and
+		// killed.
 		ctx = context.WithoutCancel(ctx)
 	}
-	return c.h.o.Commands.Start(ctx, c.sess.ID, c.actor(), commandIn(in))
+	return c.h.o.Workload.Start(ctx, c.caller, c.session, commandIn(in))
 }
 
-// firstFrame begins a request whose body is a stream.
+// firstFrame reads the command that begins a body of frames.
 func (c *call) firstFrame(in *client.Command) (*client.FrameReader, error) {
 	if err := c.ctl.EnableFullDuplex(); err != nil {
 		return nil, fmt.Errorf("full duplex: %w", err)
@@ -91,8 +96,8 @@ func (c *call) firstFrame(in *client.Command) (*client.FrameReader, error) {
 // is over.
 const lingerTime = 5 * time.Second
 
-// abandonBody bounds the wait for the end of a body nobody reads, which the
-// HTTP server insists on.
+// abandonBody bounds the time that the HTTP server waits for the end of a body
+// that is not read any more.
 func (c *call) abandonBody() { _ = c.ctl.SetReadDeadline(time.Now().Add(lingerTime)) }
 
 func attachCommand(c *call) error {
@@ -114,24 +119,19 @@ func attachCommand(c *call) error {
 
 // describe answers with what is known of one command.
 func (c *call) describe(status int, id string) error {
-	list, err := c.h.o.Commands.Commands(c.ctx(), c.sess.ID)
+	info, err := c.h.o.Workload.Describe(c.ctx(), c.caller, c.session, id)
 	if err != nil {
 		return err
 	}
-	for _, info := range list {
-		if info.ID == id {
-			return c.reply(status, commandOut(info))
-		}
-	}
-	return kind.Errorf(kind.NotFound, "session %s has no command %.64q that runs or just ended", c.sess.ID, id)
+	return c.reply(status, commandOut(info))
 }
 
-func (c *call) attach() (Process, error) {
-	return c.h.o.Commands.Attach(c.ctx(), c.sess.ID, c.actor(), c.req.PathValue("command"))
+func (c *call) attach() (*workload.Process, error) {
+	return c.h.o.Workload.Attach(c.ctx(), c.caller, c.session, c.req.PathValue("command"))
 }
 
 func listCommands(c *call) error {
-	list, err := c.h.o.Commands.Commands(c.ctx(), c.sess.ID)
+	list, err := c.h.o.Workload.Commands(c.ctx(), c.caller, c.session)
 	if err != nil {
 		return err
 	}
@@ -146,7 +146,7 @@ func listCommands(c *call) error {
 // caller's input to the command.
 type stream struct {
 	c      *call
-	p      Process
+	p      *workload.Process
 	enc    encoder
 	frames *client.FrameReader // nil: no input here
 	kill   bool                // the command when the caller goes
@@ -194,18 +194,18 @@ func (s *stream) run() error {
 		return err
 	}
 	if !ended {
-		panic(http.ErrAbortHandler) // whoever still listens learns that this is not the end
+		panic(http.ErrAbortHandler) // the stream must not look complete
 	}
 	return nil
 }
 
-// errCallerGone says that nobody listens any more.
+// errCallerGone says that the caller does not read the answer any more.
 var errCallerGone = errors.New("the caller has gone")
 
 // output forwards until the command ends, which it reports, or the caller goes.
 func (s *stream) output(ctx context.Context) (ended bool, err error) {
 	type next struct {
-		ev  lifecycle.Event
+		ev  workload.Event
 		err error
 	}
 	events := make(chan next, eventsAhead)
@@ -221,7 +221,7 @@ func (s *stream) output(ctx context.Context) (ended bool, err error) {
 			case <-pumpCtx.Done():
 				return
 			}
-			if err != nil || ev.Kind == lifecycle.End {
+			if err != nil || ev.Kind == workload.End {
 				return
 			}
 		}
@@ -241,8 +241,8 @@ func (s *stream) output(ctx context.Context) (ended bool, err error) {
 	for {
 		select {
 		case n := <-events:
-			if n.err != nil && misspoken(ctx) != nil {
-				n.err = misspoken(ctx) // which is why the command is no longer followed
+			if n.err != nil && protocolError(ctx) != nil {
+				n.err = protocolError(ctx) // which is why the command is no longer followed
 			}
 			ended, err := s.forward(n.ev, n.err)
 			if err == nil && (ended || n.err != nil || len(events) == 0 || s.out.Buffered() >= flushedEnough) {
@@ -259,8 +259,8 @@ func (s *stream) output(ctx context.Context) (ended bool, err error) {
 				return false, err
 			}
 		case <-ctx.Done():
-			if cause := misspoken(ctx); cause != nil {
-				if _, err := s.forward(lifecycle.Event{}, cause); err != nil {
+			if cause := protocolError(ctx); cause != nil {
+				if _, err := s.forward(workload.Event{}, cause); err != nil {
 					return false, err
 				}
 				return false, s.flush()
@@ -270,8 +270,9 @@ func (s *stream) output(ctx context.Context) (ended bool, err error) {
 	}
 }
 
-// misspoken is what a caller that is still there did wrong in its stream, or nil.
-func misspoken(ctx context.Context) error {
+// protocolError is the error of a caller that is still connected and broke the
+// protocol of the stream, or nil.
+func protocolError(ctx context.Context) error {
 	cause := context.Cause(ctx)
 	switch {
 	case kind.Is(cause, kind.Invalid):
@@ -282,9 +283,8 @@ func misspoken(ctx context.Context) error {
 	return nil
 }
 
-// forward writes one event; of an error it tells the caller, whose stream it
-// ends.
-func (s *stream) forward(ev lifecycle.Event, err error) (ended bool, _ error) {
+// forward writes one event, or an error, which ends the stream.
+func (s *stream) forward(ev workload.Event, err error) (ended bool, _ error) {
 	switch {
 	case err != nil && gone(s.c.ctx(), err):
 		return false, errCallerGone
@@ -295,7 +295,7 @@ func (s *stream) forward(ev lifecycle.Event, err error) (ended bool, _ error) {
 			return false, errCallerGone
 		}
 		return false, nil
-	case ev.Kind == lifecycle.End:
+	case ev.Kind == workload.End:
 		if s.enc.ended(s.out, exitOut(ev.Exit)) != nil {
 			return true, errCallerGone
 		}
@@ -322,7 +322,7 @@ func (s *stream) killCommand() {
 	err := s.p.Signal(ctx, killSignal)
 	if err != nil && !kind.Is(err, kind.NotFound) && !kind.Is(err, kind.Conflict) {
 		id, _ := s.p.Identity()
-		s.c.h.log.Warn("command not killed after its caller went", "session", s.c.sess.ID, "command", id, "error", err)
+		s.c.h.logOf(s.c.w).Warn("command not killed after its caller went", "session", s.c.session, "command", id, "error", err)
 	}
 }
 
@@ -360,7 +360,7 @@ func (s *stream) input(ctx context.Context) error {
 			if err := decodeStrict(payload, false, &size); err != nil {
 				return err
 			}
-			_ = s.p.Resize(ctx, lifecycle.Size{Cols: size.Cols, Rows: size.Rows})
+			_ = s.p.Resize(ctx, workload.Size{Cols: size.Cols, Rows: size.Rows})
 		case client.FrameSignal:
 			var sig client.SendSignal
 			if err := decodeStrict(payload, false, &sig); err != nil {
@@ -389,7 +389,7 @@ func commandStdin(c *call) error {
 	if err := c.wantType("application/octet-stream"); err != nil {
 		return err
 	}
-	return c.withProcess(func(p Process) error {
+	return c.withProcess(func(p *workload.Process) error {
 		buf := make([]byte, 32<<10)
 		for {
 			n, err := c.req.Body.Read(buf)
@@ -410,8 +410,8 @@ func commandStdin(c *call) error {
 }
 
 // withProcess calls fn for the command of the path. Meanwhile it takes the
-// output that comes, for nobody, because the command would wait.
-func (c *call) withProcess(fn func(p Process) error) error {
+// output and drops it, because the command waits for every reader.
+func (c *call) withProcess(fn func(p *workload.Process) error) error {
 	p, err := c.attach()
 	if err != nil {
 		return err
@@ -440,7 +440,7 @@ func commandCloseStdin(c *call) error {
 	if err := c.noBody(); err != nil {
 		return err
 	}
-	return c.withProcess(func(p Process) error { return p.CloseStdin(c.ctx()) })
+	return c.withProcess(func(p *workload.Process) error { return p.CloseStdin(c.ctx()) })
 }
 
 func commandSignal(c *call) error {
@@ -451,7 +451,7 @@ func commandSignal(c *call) error {
 	if err := checkSignal(in.Signal); err != nil {
 		return err
 	}
-	return c.withProcess(func(p Process) error { return p.Signal(c.ctx(), in.Signal) })
+	return c.withProcess(func(p *workload.Process) error { return p.Signal(c.ctx(), in.Signal) })
 }
 
 func commandResize(c *call) error {
@@ -459,7 +459,7 @@ func commandResize(c *call) error {
 	if err := c.decode(&in); err != nil {
 		return err
 	}
-	return c.withProcess(func(p Process) error {
-		return p.Resize(c.ctx(), lifecycle.Size{Cols: in.Cols, Rows: in.Rows})
+	return c.withProcess(func(p *workload.Process) error {
+		return p.Resize(c.ctx(), workload.Size{Cols: in.Cols, Rows: in.Rows})
 	})
 }

@@ -9,9 +9,10 @@ import (
 	"bivy/internal/audit"
 	"bivy/internal/auth"
 	"bivy/internal/driver"
-	"bivy/internal/lifecycle"
+	"bivy/internal/journal"
 	"bivy/internal/session"
 	"bivy/internal/template"
+	"bivy/internal/workload"
 )
 
 func specIn(s client.Spec) session.Spec {
@@ -81,7 +82,7 @@ func sessionOut(s session.Session) client.SessionInfo {
 	return out
 }
 
-func timingOut(t lifecycle.Timing) []client.Phase {
+func timingOut(t journal.Timing) []client.Phase {
 	var out []client.Phase
 	for _, p := range t {
 		out = append(out, client.Phase{Name: p.Name, Microseconds: p.Took.Microseconds()})
@@ -89,8 +90,8 @@ func timingOut(t lifecycle.Timing) []client.Phase {
 	return out
 }
 
-func commandIn(c client.Command) lifecycle.Command {
-	out := lifecycle.Command{
+func commandIn(c client.Command) workload.Command {
+	out := workload.Command{
 		Argv:    c.Argv,
 		Env:     c.Env,
 		Cwd:     c.Cwd,
@@ -100,16 +101,16 @@ func commandIn(c client.Command) lifecycle.Command {
 		Tag:     c.Tag,
 	}
 	if c.PTY != nil {
-		out.PTY = &lifecycle.Size{Cols: c.PTY.Cols, Rows: c.PTY.Rows}
+		out.PTY = &workload.Size{Cols: c.PTY.Cols, Rows: c.PTY.Rows}
 	}
 	return out
 }
 
-func exitOut(e lifecycle.CommandExit) client.Exit {
+func exitOut(e workload.Exit) client.Exit {
 	return client.Exit{Code: e.Code, Signal: e.Signal, OOM: e.OOM, Error: e.Error}
 }
 
-func commandOut(c lifecycle.CommandInfo) client.CommandInfo {
+func commandOut(c workload.CommandInfo) client.CommandInfo {
 	out := client.CommandInfo{
 		ID:        c.ID,
 		PID:       c.PID,
@@ -128,7 +129,7 @@ func commandOut(c lifecycle.CommandInfo) client.CommandInfo {
 	return out
 }
 
-func fileOut(f lifecycle.FileInfo) client.FileInfo {
+func fileOut(f workload.FileInfo) client.FileInfo {
 	out := client.FileInfo{
 		Path:    f.Path,
 		Type:    client.FileType(f.Type),
@@ -158,23 +159,35 @@ func statsOut(s driver.Stats) client.Stats {
 }
 
 func eventOut(s audit.Stored) client.Event {
-	return client.Event{
-		Session:       string(s.Event.Session),
-		Seq:           s.Event.Seq,
-		Time:          s.Event.Time,
-		Action:        string(s.Event.Action),
-		Outcome:       string(s.Event.Outcome),
-		Actor:         principalOut(s.Event.Actor),
-		Sandbox:       string(s.Event.Sandbox),
-		Ref:           s.Event.Ref,
+	e := s.Event
+	id, _ := e.Session()
+	out := client.Event{
+		Record:        string(e.Record),
+		Session:       string(id),
+		Seq:           e.Seq,
+		Time:          e.Time,
+		Action:        string(e.Action),
+		Outcome:       string(e.Outcome),
+		Actor:         principalOut(e.Actor),
+		Node:          string(e.Node),
+		Generation:    e.Generation,
+		Sandbox:       string(e.SandboxID()),
+		Trace:         string(e.Trace),
+		Object:        e.Object,
+		Concludes:     e.Concludes,
+		Ref:           e.Ref,
 		Payload:       s.Payload,
-		Version:       s.Event.Version,
-		Boot:          s.Event.Boot,
-		UptimeMicros:  s.Event.Uptime,
-		Prev:          s.Event.Prev,
+		Version:       e.Version,
+		Boot:          e.Boot,
+		UptimeMicros:  e.Uptime,
+		Prev:          e.Prev,
 		Hash:          s.Hash,
-		PayloadCommit: s.Event.Commit,
+		PayloadCommit: e.Commit,
 	}
+	if e.Decision != (audit.Decision{}) {
+		out.Decision = &client.Decision{Verdict: string(e.Decision.Verdict), Policy: e.Decision.Policy}
+	}
+	return out
 }
 
 func templateOut(l template.Listed) client.Template {

@@ -14,9 +14,9 @@ import (
 	"bivy/internal/auth"
 	"bivy/internal/driver"
 	"bivy/internal/kind"
-	"bivy/internal/lifecycle"
 	"bivy/internal/session"
 	"bivy/internal/template"
+	"bivy/internal/workload"
 )
 
 func TestDecodeStrict(t *testing.T) {
@@ -245,12 +245,14 @@ func TestNothingIsForgotten(t *testing.T) {
 	check("specOut", specOut(filled[session.Spec]()))
 	check("sessionOut", sessionOut(filled[session.Session]()), "CreatedAt", "StartedAt", "EndedAt", "Deadline")
 	check("commandIn", commandIn(filled[client.Command]()))
-	info := filled[lifecycle.CommandInfo]()
+	info := filled[workload.CommandInfo]()
 	check("commandOut", commandOut(info), "Running", "StartedAt")
-	check("exitOut", exitOut(filled[lifecycle.CommandExit]()))
-	check("fileOut", fileOut(filled[lifecycle.FileInfo]()), "RawPath", "ModTime")
+	check("exitOut", exitOut(filled[workload.Exit]()))
+	check("fileOut", fileOut(filled[workload.FileInfo]()), "RawPath", "ModTime")
 	check("statsOut", statsOut(filled[driver.Stats]()))
-	check("eventOut", eventOut(filled[audit.Stored]()), "Time")
+	ev := filled[audit.Stored]()
+	ev.Event.Record = audit.SessionRecord(session.NewID())
+	check("eventOut", eventOut(ev), "Time")
 	l := filled[template.Listed]()
 	l.Broken = kind.Errorf(kind.Invalid, "x")
 	check("templateOut", templateOut(l), "CreatedAt")
@@ -259,8 +261,8 @@ func TestNothingIsForgotten(t *testing.T) {
 
 	// What comes in has a place on the wire: the other direction.
 	for _, pair := range [][2]any{
-		{session.Spec{}, client.Spec{}}, {session.Resources{}, client.Resources{}}, {lifecycle.Command{}, client.Command{}},
-		{lifecycle.CommandExit{}, client.Exit{}}, {driver.Stats{}, client.Stats{}}, {session.Principal{}, client.Principal{}},
+		{session.Spec{}, client.Spec{}}, {session.Resources{}, client.Resources{}}, {workload.Command{}, client.Command{}},
+		{workload.Exit{}, client.Exit{}}, {driver.Stats{}, client.Stats{}}, {session.Principal{}, client.Principal{}},
 		{template.Spec{}, client.BuildTemplate{}}, {template.From{}, client.TemplateSource{}}, {template.Image{}, client.OCIImage{}},
 		{template.Credentials{}, client.RegistryCredentials{}}, {session.Session{}, client.SessionInfo{}},
 	} {

@@ -7,14 +7,14 @@ import (
 	"unicode/utf8"
 
 	"bivy/client"
-	"bivy/internal/lifecycle"
+	"bivy/internal/workload"
 )
 
 // encoder writes a command's stream in one of its two forms.
 type encoder interface {
 	mediaType() string
 	started(w *bufio.Writer, s client.Started) error
-	data(w *bufio.Writer, kind lifecycle.EventKind, b []byte) error
+	data(w *bufio.Writer, kind workload.EventKind, b []byte) error
 	ended(w *bufio.Writer, e client.Exit) error
 	failed(w *bufio.Writer, e client.Error) error
 	ping(w *bufio.Writer) error
@@ -62,15 +62,15 @@ func (f frameEncoder) started(w *bufio.Writer, s client.Started) error {
 	return f.json(w, client.FrameStart, s)
 }
 
-func (f frameEncoder) data(w *bufio.Writer, kind lifecycle.EventKind, b []byte) error {
+func (f frameEncoder) data(w *bufio.Writer, kind workload.EventKind, b []byte) error {
 	switch kind {
-	case lifecycle.Stdout:
+	case workload.Stdout:
 		return f.frame(w, client.FrameStdout, b)
-	case lifecycle.Stderr:
+	case workload.Stderr:
 		return f.frame(w, client.FrameStderr, b)
-	case lifecycle.PTY:
+	case workload.PTY:
 		return f.frame(w, client.FramePTY, b)
-	case lifecycle.End:
+	case workload.End:
 	}
 	return nil
 }
@@ -89,7 +89,7 @@ func (f frameEncoder) ping(w *bufio.Writer) error { return f.frame(w, client.Fra
 // Output is text where it is UTF-8; a character that is cut between two
 // pieces waits for its rest.
 type lineEncoder struct {
-	held [lifecycle.End + 1][]byte
+	held [workload.End + 1][]byte
 }
 
 func (*lineEncoder) mediaType() string { return client.NDJSONType }
@@ -109,7 +109,7 @@ func (l *lineEncoder) started(w *bufio.Writer, s client.Started) error {
 	return l.line(w, client.CommandEvent{Type: "start", Started: &s})
 }
 
-func (l *lineEncoder) data(w *bufio.Writer, kind lifecycle.EventKind, b []byte) error {
+func (l *lineEncoder) data(w *bufio.Writer, kind workload.EventKind, b []byte) error {
 	if held := l.held[kind]; len(held) > 0 {
 		b = append(held, b...)
 		l.held[kind] = nil
@@ -121,19 +121,19 @@ func (l *lineEncoder) data(w *bufio.Writer, kind lifecycle.EventKind, b []byte) 
 	return l.piece(w, kind, b)
 }
 
-func (l *lineEncoder) piece(w *bufio.Writer, kind lifecycle.EventKind, b []byte) error {
+func (l *lineEncoder) piece(w *bufio.Writer, kind workload.EventKind, b []byte) error {
 	if len(b) == 0 {
 		return nil
 	}
 	ev := client.CommandEvent{}
 	switch kind {
-	case lifecycle.Stdout:
+	case workload.Stdout:
 		ev.Type = "stdout"
-	case lifecycle.Stderr:
+	case workload.Stderr:
 		ev.Type = "stderr"
-	case lifecycle.PTY:
+	case workload.PTY:
 		ev.Type = "pty"
-	case lifecycle.End:
+	case workload.End:
 	}
 	if utf8.Valid(b) {
 		ev.Text = string(b)
@@ -146,7 +146,7 @@ func (l *lineEncoder) piece(w *bufio.Writer, kind lifecycle.EventKind, b []byte)
 // release writes what was held back.
 func (l *lineEncoder) release(w *bufio.Writer) error {
 	for kind, b := range l.held {
-		if err := l.piece(w, lifecycle.EventKind(kind), b); err != nil {
+		if err := l.piece(w, workload.EventKind(kind), b); err != nil {
 			return err
 		}
 		l.held[kind] = nil

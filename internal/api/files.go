@@ -17,7 +17,7 @@ func readFile(c *call) error {
 	if err != nil {
 		return err
 	}
-	r, info, err := c.h.o.Files.ReadFile(c.ctx(), c.sess.ID, c.actor(), path, c.param("user"))
+	r, info, err := c.h.o.Workload.ReadFile(c.ctx(), c.caller, c.session, path, c.param("user"))
 	if err != nil {
 		return err
 	}
@@ -73,13 +73,13 @@ func writeFile(c *call) error {
 		return err
 	}
 	body := &upload{c: c}
-	info, err := c.h.o.Files.WriteFile(c.ctx(), c.sess.ID, c.actor(), path, c.param("user"), body, c.req.ContentLength)
+	info, err := c.h.o.Workload.WriteFile(c.ctx(), c.caller, c.session, path, c.param("user"), body, c.req.ContentLength)
 	if err != nil {
 		c.drain()
 		if c.ctx().Err() != nil {
 			return err
 		}
-		return body.blame(err)
+		return body.cause(err)
 	}
 	return c.reply(http.StatusOK, fileOut(info))
 }
@@ -105,7 +105,7 @@ func (u *upload) Read(p []byte) (int, error) {
 	return n, err
 }
 
-// Abort implements lifecycle.Aborter.
+// Abort implements workload.Aborter.
 func (u *upload) Abort() {
 	u.mu.Lock()
 	defer u.mu.Unlock()
@@ -113,8 +113,8 @@ func (u *upload) Abort() {
 	_ = u.c.ctl.SetReadDeadline(time.Unix(1, 0))
 }
 
-// blame says why a write failed with err.
-func (u *upload) blame(err error) error {
+// cause returns why a write failed with err: the body's own error comes first.
+func (u *upload) cause(err error) error {
 	u.mu.Lock()
 	defer u.mu.Unlock()
 	if u.err != nil && !u.aborted {
@@ -131,7 +131,7 @@ func removeFile(c *call) error {
 	if err := c.noBody(); err != nil {
 		return err
 	}
-	if err := c.h.o.Files.Remove(c.ctx(), c.sess.ID, c.actor(), path, c.param("user")); err != nil {
+	if err := c.h.o.Workload.Remove(c.ctx(), c.caller, c.session, path, c.param("user")); err != nil {
 		return err
 	}
 	return c.nothing()
@@ -142,7 +142,7 @@ func statFile(c *call) error {
 	if err != nil {
 		return err
 	}
-	info, err := c.h.o.Files.Stat(c.ctx(), c.sess.ID, path, c.param("user"))
+	info, err := c.h.o.Workload.Stat(c.ctx(), c.caller, c.session, path, c.param("user"))
 	if err != nil {
 		return err
 	}
@@ -158,7 +158,7 @@ func listDir(c *call) error {
 	if err != nil {
 		return err
 	}
-	list, err := c.h.o.Files.ListDir(c.ctx(), c.sess.ID, path, c.param("user"), int(depth))
+	list, err := c.h.o.Workload.ListDir(c.ctx(), c.caller, c.session, path, c.param("user"), int(depth))
 	if err != nil {
 		return err
 	}
@@ -177,7 +177,7 @@ func makeDir(c *call) error {
 	if err := c.noBody(); err != nil {
 		return err
 	}
-	info, err := c.h.o.Files.MakeDir(c.ctx(), c.sess.ID, c.actor(), path, c.param("user"))
+	info, err := c.h.o.Workload.MakeDir(c.ctx(), c.caller, c.session, path, c.param("user"))
 	if err != nil {
 		return err
 	}
@@ -196,7 +196,7 @@ func moveFile(c *call) error {
 	if err := c.noBody(); err != nil {
 		return err
 	}
-	info, err := c.h.o.Files.Move(c.ctx(), c.sess.ID, c.actor(), from, to, c.param("user"))
+	info, err := c.h.o.Workload.Move(c.ctx(), c.caller, c.session, from, to, c.param("user"))
 	if err != nil {
 		return err
 	}

@@ -1,8 +1,8 @@
 package api
 
 import (
-	"bivy/internal/access"
 	"context"
+	"crypto/hmac"
 	"crypto/sha256"
 	_ "embed" // for the interface's description
 	"encoding/hex"
@@ -14,6 +14,7 @@ import (
 	"strings"
 
 	"bivy/client"
+	"bivy/internal/access"
 	"bivy/internal/audit"
 	"bivy/internal/kind"
 	"bivy/internal/lifecycle"
@@ -42,23 +43,21 @@ func health(c *call) error {
 	return c.reply(http.StatusOK, client.Health{Status: "ok"})
 }
 
-func version(c *call) error { return c.reply(http.StatusOK, c.h.o.Version) }
-
-func node(c *call) error {
-	if c.h.o.Node == nil {
-		return c.reply(http.StatusOK, client.Node{OK: true, Facts: []client.Fact{}})
-	}
-	n, err := c.h.o.Node(c.ctx())
+func version(c *call) error {
+	v, err := c.h.o.Node.Version(c.ctx(), c.caller)
 	if err != nil {
 		return err
 	}
-	if n.Facts == nil {
-		n.Facts = []client.Fact{}
+	return c.reply(http.StatusOK, v)
+}
+
+func node(c *call) error {
+	n, err := c.h.o.Node.Node(c.ctx(), c.caller)
+	if err != nil {
+		return err
 	}
 	return c.reply(http.StatusOK, n)
 }
-
-func auditKey(c *call) error { return c.reply(http.StatusOK, c.h.o.AuditKey) }
 
 func createSession(c *call) error {
 	typ, err := c.accepts("application/json", client.NDJSONType)
@@ -69,19 +68,18 @@ func createSession(c *call) error {
 	if err := c.decode(&in); err != nil {
 		return err
 	}
-	req := lifecycle.CreateRequest{Spec: specIn(in.Spec), Owner: c.actor()}
-	req.Owner.OnBehalfOf, req.Owner.Trigger = in.OnBehalfOf, in.Trigger
+	req := lifecycle.CreateRequest{Caller: c.caller, OnBehalfOf: in.OnBehalfOf, Trigger: in.Trigger, Spec: specIn(in.Spec)}
 	for field, v := range map[string]string{"on_behalf_of": in.OnBehalfOf, "trigger": in.Trigger} {
 		if len(v) > 256 {
 			return kind.Errorf(kind.Invalid, "%d bytes, at most 256", len(v)).WithField(field)
 		}
 	}
 	if key := c.req.Header.Get(idempotencyHeader); key != "" {
-		digest, err := digestOf(in)
+		digest, err := c.h.digestOf(in)
 		if err != nil {
 			return err
 		}
-		req.Key = session.IdempotencyKey{Scope: c.actor().Subject, Key: key, Digest: digest}
+		req.Key = session.IdempotencyKey{Scope: c.caller.Principal.Subject, Key: key, Digest: digest}
 	}
 	var up *updates
 	if typ == client.NDJSONType {
@@ -120,15 +118,17 @@ func withRecord(err error, id session.ID) error {
 		WithHint("%sthe record of session %s says what was tried: bivy logs %s", hint, id, id)
 }
 
-// digestOf names a request by content, so that an idempotency key is not used
-// for another one.
-func digestOf(v any) (string, error) {
+// digestOf names a request by its content, so that an idempotency key is not
+// used for another one. It is keyed, because it is stored and the request may
+// hold secrets that are short enough to be guessed.
+func (h *Handler) digestOf(v any) (string, error) {
 	b, err := json.Marshal(v)
 	if err != nil {
 		return "", err
 	}
-	sum := sha256.Sum256(b)
-	return "sha256:" + hex.EncodeToString(sum[:]), nil
+	mac := hmac.New(sha256.New, h.o.DigestKey)
+	mac.Write(b)
+	return "hmac-sha256:" + hex.EncodeToString(mac.Sum(nil)), nil
 }
 
 const (
@@ -169,7 +169,7 @@ func listSessions(c *call) error {
 		}
 		f.Labels[k] = v
 	}
-	items, next, err := c.h.o.Sessions.List(c.ctx(), f, q.Get("cursor"), int(limit))
+	items, next, err := c.h.o.Sessions.List(c.ctx(), c.caller, f, q.Get("cursor"), int(limit))
 	if err != nil {
 		return err
 	}
@@ -180,13 +180,19 @@ func listSessions(c *call) error {
 	return c.reply(http.StatusOK, p)
 }
 
-func getSession(c *call) error { return c.reply(http.StatusOK, sessionOut(c.sess)) }
+func getSession(c *call) error {
+	s, err := c.h.o.Sessions.Get(c.ctx(), c.caller, c.session)
+	if err != nil {
+		return err
+	}
+	return c.reply(http.StatusOK, sessionOut(s))
+}
 
 func endSession(c *call) error {
 	if err := c.noBody(); err != nil {
 		return err
 	}
-	s, err := c.h.o.Sessions.End(c.ctx(), lifecycle.EndRequest{ID: c.sess.ID, Actor: c.actor(), Reason: session.Requested})
+	s, err := c.h.o.Sessions.End(c.ctx(), lifecycle.EndRequest{Caller: c.caller, ID: c.session, Reason: session.Requested})
 	if err != nil {
 		return err
 	}
@@ -201,7 +207,7 @@ func setTimeout(c *call) error {
 	if in.TimeoutSeconds < 1 || in.TimeoutSeconds > int64(session.MaxTimeout) {
 		return kind.Errorf(kind.Invalid, "%d seconds is outside 1 to %d", in.TimeoutSeconds, session.MaxTimeout).WithField("timeout_seconds")
 	}
-	s, err := c.h.o.Sessions.SetTimeout(c.ctx(), c.sess.ID, c.actor(), session.Seconds(in.TimeoutSeconds))
+	s, err := c.h.o.Sessions.SetTimeout(c.ctx(), c.caller, c.session, session.Seconds(in.TimeoutSeconds))
 	if err != nil {
 		return err
 	}
@@ -209,7 +215,7 @@ func setTimeout(c *call) error {
 }
 
 func stats(c *call) error {
-	st, err := c.h.o.Sessions.Stats(c.ctx(), c.sess.ID)
+	st, err := c.h.o.Workload.Stats(c.ctx(), c.caller, c.session)
 	if err != nil {
 		return err
 	}
@@ -233,8 +239,8 @@ func events(c *call) error {
 		return followEvents(c, uint64(after))
 	}
 	p := client.Page[client.Event]{Items: []client.Event{}, Complete: true}
-	// One more than asked for tells whether there is more.
-	err = c.h.o.Records.Events(c.ctx(), c.sess.ID, uint64(after), int(limit)+1, func(s audit.Stored) error {
+	// One more than asked for shows whether there is a next page.
+	err = c.h.o.Sessions.Events(c.ctx(), c.caller, c.session, uint64(after), int(limit)+1, func(s audit.Stored) error {
 		if len(p.Items) == int(limit) {
 			p.Complete = false
 			p.NextCursor = uintText(p.Items[limit-1].Seq)
@@ -250,9 +256,14 @@ func events(c *call) error {
 }
 
 func followEvents(c *call, after uint64) error {
+	// A first look fails like any other request where the caller may not
+	// follow; after it the answer begins, although there may be no event yet.
+	if err := c.h.o.Sessions.Events(c.ctx(), c.caller, c.session, after, 1, func(audit.Stored) error { return nil }); err != nil {
+		return err
+	}
 	up := newUpdates(c, http.StatusOK)
 	up.open()
-	err := c.h.o.Records.Watch(c.ctx(), c.sess.ID, after, func(s audit.Stored) error {
+	err := c.h.o.Sessions.Follow(c.ctx(), c.caller, c.session, after, func(s audit.Stored) error {
 		ev := eventOut(s)
 		return up.send(client.EventUpdate{Event: &ev})
 	})
@@ -263,13 +274,12 @@ func followEvents(c *call, after uint64) error {
 }
 
 func record(c *call) error {
-	c.w.Header().Set("Content-Type", client.NDJSONType)
-	c.w.Header().Set("Content-Disposition", `attachment; filename="`+string(c.sess.ID)+`.bivy-record"`)
-	return c.h.o.Records.Export(c.ctx(), c.sess.ID, c.w)
+	c.download(string(c.session))
+	return c.h.o.Sessions.Export(c.ctx(), c.caller, c.session, c.w)
 }
 
 func listTemplates(c *call) error {
-	list, err := c.h.o.Templates.List()
+	list, err := c.h.o.Templates.List(c.ctx(), c.caller)
 	if err != nil {
 		return err
 	}
@@ -280,26 +290,8 @@ func listTemplates(c *call) error {
 	return page(c, items)
 }
 
-// listed finds what keeps a template.
-func (c *call) listed(t template.Template) (template.Listed, error) {
-	list, err := c.h.o.Templates.List()
-	if err != nil {
-		return template.Listed{}, err
-	}
-	for _, l := range list {
-		if l.Digest == t.Digest {
-			return l, nil
-		}
-	}
-	return template.Listed{Template: t}, nil
-}
-
 func getTemplate(c *call) error {
-	t, err := c.h.o.Templates.Get(c.req.PathValue("name"))
-	if err != nil {
-		return err
-	}
-	l, err := c.listed(t)
+	l, err := c.h.o.Templates.Get(c.ctx(), c.caller, c.req.PathValue("name"))
 	if err != nil {
 		return err
 	}
@@ -310,7 +302,7 @@ func removeTemplate(c *call) error {
 	if err := c.noBody(); err != nil {
 		return err
 	}
-	if err := c.h.o.Templates.Remove(c.req.PathValue("name")); err != nil {
+	if err := c.h.o.Templates.Remove(c.ctx(), c.caller, c.req.PathValue("name")); err != nil {
 		return err
 	}
 	return c.nothing()
@@ -325,10 +317,6 @@ func buildTemplate(c *call) error {
 	if err := c.decode(&in); err != nil {
 		return err
 	}
-	spec := templateIn(in)
-	if err := spec.Validate(); err != nil {
-		return err
-	}
 	var up *updates
 	var progress template.Progress
 	if typ == client.NDJSONType {
@@ -337,14 +325,8 @@ func buildTemplate(c *call) error {
 			up.progress(client.BuildUpdate{Progress: &client.Progress{What: e.Phase, Done: e.Done, Total: e.Total}})
 		}
 	}
-	var out client.Template
-	t, err := c.h.o.Templates.Build(c.ctx(), spec, progress)
-	if err == nil {
-		var l template.Listed
-		if l, err = c.listed(t); err == nil {
-			out = templateOut(l)
-		}
-	}
+	l, err := c.h.o.Templates.Build(c.ctx(), c.caller, templateIn(in), progress)
+	out := templateOut(l)
 	if up != nil {
 		return up.last(err, client.BuildUpdate{Template: &out},
 			func(e *client.Error) any { return client.BuildUpdate{Error: e} })
@@ -356,7 +338,7 @@ func buildTemplate(c *call) error {
 }
 
 func listKeys(c *call) error {
-	keys, err := c.h.o.Keys.List(c.ctx())
+	keys, err := c.h.o.Keys.List(c.ctx(), c.caller)
 	if err != nil {
 		return err
 	}
@@ -372,7 +354,7 @@ func createKey(c *call) error {
 	if err := c.decode(&in); err != nil {
 		return err
 	}
-	token, k, err := c.h.o.Keys.Create(c.ctx(), c.actor(), access.Role(in.Role), in.Label)
+	token, k, err := c.h.o.Keys.Create(c.ctx(), c.caller, access.Role(in.Role), in.Label)
 	if err != nil {
 		return err
 	}
@@ -383,7 +365,7 @@ func revokeKey(c *call) error {
 	if err := c.noBody(); err != nil {
 		return err
 	}
-	if err := c.h.o.Keys.Revoke(c.ctx(), c.req.PathValue("key")); err != nil {
+	if err := c.h.o.Keys.Revoke(c.ctx(), c.caller, c.req.PathValue("key")); err != nil {
 		return err
 	}
 	return c.nothing()

@@ -1,9 +1,8 @@
 package audit
 
 import (
+	"bivy/internal/clip"
 	"bytes"
-	"crypto/sha256"
-	"encoding/hex"
 	"encoding/json"
 	"fmt"
 	"slices"
@@ -12,25 +11,24 @@ import (
 	"unicode/utf8"
 )
 
-// truncatedKey marks a payload that was cut. Its value names the size and the
-// SHA-256 of what was there, so that whoever has the whole can prove it.
+// truncatedKey is the name under which a payload says that it was cut.
 const truncatedKey = "_truncated"
 
-// Truncation is what a cut payload says under "_truncated".
+// Truncation is what a cut payload says under "_truncated". It holds no digest
+// of the whole payload: that would let a reader test guesses of what was cut.
 type Truncation struct {
-	Bytes  int    `json:"bytes"`  // of the whole payload
-	SHA256 string `json:"sha256"` // hex, of the whole payload
+	Bytes int `json:"bytes"` // length of the whole payload
 }
 
 // Bounded encodes v as one line of JSON of at most limit bytes that is safe
-// to print: valid UTF-8 in which every character that a terminal might obey
+// to print: valid UTF-8 in which every character that controls a terminal
 // (controls, escapes, bidirectional overrides) is written as \uXXXX.
 //
-// What does not fit is cut so that the shape stays: long strings keep their
-// beginning and say how many bytes went, long arrays their first elements, and
-// the object gains "_truncated" with the size and digest of the whole; a
-// value that is not an object becomes {"value": …, "_truncated": …}. What no
-// cut makes small enough leaves "_truncated" alone. nil becomes {}.
+// A longer value is cut so that its shape stays: long strings keep their
+// beginning and say how many bytes are missing, long arrays keep their first
+// elements, and the object gains "_truncated" with the length of the whole. A
+// value that is not an object becomes {"value": …, "_truncated": …}. When no
+// cut makes it small enough, only "_truncated" remains. nil becomes {}.
 func Bounded(v any, limit int) (json.RawMessage, error) {
 	if v == nil {
 		return json.RawMessage("{}"), nil
@@ -43,8 +41,7 @@ func Bounded(v any, limit int) (json.RawMessage, error) {
 	if len(whole) <= limit {
 		return whole, nil
 	}
-	sum := sha256.Sum256(whole)
-	mark := Truncation{Bytes: len(whole), SHA256: hex.EncodeToString(sum[:])}
+	mark := Truncation{Bytes: len(whole)}
 
 	dec := json.NewDecoder(bytes.NewReader(whole))
 	dec.UseNumber()
@@ -126,18 +123,9 @@ func (c cutter) object(v map[string]any, depth int) map[string]any {
 	return small
 }
 
-func (c cutter) string(s string) string {
-	if len(s) <= c.text {
-		return s
-	}
-	n := c.text
-	for n > 0 && !utf8.RuneStart(s[n]) {
-		n--
-	}
-	return fmt.Sprintf("%s…[+%d bytes]", s[:n], len(s)-n)
-}
+func (c cutter) string(s string) string { return clip.Counted(s, c.text) }
 
-// number drops a number of absurd length, which would outlive every cut.
+// number replaces a number of more than 40 digits, which no other cut shortens.
 func (c cutter) number(s string) string {
 	if len(s) > 40 {
 		return "0"
@@ -146,8 +134,8 @@ func (c cutter) number(s string) string {
 }
 
 // printable rewrites encoded JSON so that it holds valid UTF-8 and no
-// character that acts instead of showing. Outside ASCII, JSON has characters
-// only inside strings, where the \u form means the same.
+// character that controls a terminal. Outside ASCII, JSON has characters only
+// inside strings, where the \u form means the same.
 func printable(b []byte) []byte {
 	clean := true
 	for i := 0; i < len(b) && clean; {

@@ -2,44 +2,62 @@ package audit
 
 import (
 	"bufio"
-	"bytes"
 	"encoding/hex"
 	"encoding/json"
-	"errors"
 	"fmt"
 	"io"
-	"strings"
 
 	"bivy/internal/session"
 )
 
-// ExportFormat is the version of the export format that this build writes.
+// ExportFormat is the version of the export format that this build reads and
+// writes.
 //
-// An export is JSON Lines in UTF-8, each line ended by a newline:
+// An export is JSON Lines in UTF-8, each line ended by a newline. That of a
+// session:
 //
-//	{"bivy_record":1,"session":"<id>"}
+//	{"bivy_record":1,"record":"session/<id>"}
+//	{"rotations":[{…},…]}                                  when the key was ever replaced
 //	{"event":"<skeleton>","hash":"<hex>","salt":"<hex>","payload":"<payload>"}
 //	…
-//	{"seal":{"payloadType":…,"payload":…,"signatures":[…]}}
+//	{"seal":{"payloadType":…,"payload":…,"signatures":[…]}}  once the session has ended
+//	{"event":…}                                            addenda, when there are any
+//	…
+//	{"addenda_seal":{…}}                                   the signed head of the addenda
 //
-// The skeleton and the payload are carried as JSON strings, because what was
-// hashed is their exact bytes and tools that rewrite JSON must not touch them.
-// An event whose payload was erased has neither salt nor payload. A record of
-// a session that has not ended has no seal line.
+// That of the system record of a node holds all segments in sequence, of which
+// the last may be open:
+//
+//	{"bivy_record":1,"record":"system/<node>"}
+//	{"rotations":[…]}
+//	{"event":…}                                            segment 1
+//	…
+//	{"seal":{…}}
+//	{"event":…}                                            segment 2
+//	…
+//
+// Skeletons and payloads are JSON strings, because what was hashed is their
+// exact bytes, which tools that rewrite JSON must not change. An event whose
+// payload was erased has neither salt nor payload.
 //
 // To check an export by other means: hash is SHA-256 of "bivy/audit/event/v1\n"
-// and the skeleton; prev in each skeleton is the hash of the line before;
-// commit is SHA-256 of salt (32 bytes) and payload; the seal's subject is
-// SHA-256 of "bivy/audit/record/v1\n<session>\n<count>\n<hash of the last>".
+// and the skeleton; prev in each skeleton is the hash of the event before, or
+// what Start says; commit is SHA-256 of salt (32 bytes) and payload; the
+// subject of a seal is SHA-256 of
+// "bivy/audit/record/v1\n<record>\n<count>\n<hash of the last event>".
 const ExportFormat = 1
 
-// maxLine bounds a line of an export. The longest honest one is a seal with
-// every residual listed.
-const maxLine = 2 << 20
+// maxLine bounds a line of an export in bytes. The longest is a seal with the
+// longest statement.
+const maxLine = 8 << 20
 
 type headerLine struct {
-	Format  int        `json:"bivy_record"`
-	Session session.ID `json:"session"`
+	Format int      `json:"bivy_record"`
+	Record RecordID `json:"record"`
+}
+
+type rotationsLine struct {
+	Rotations []Seal `json:"rotations"`
 }
 
 type eventLine struct {
@@ -53,107 +71,110 @@ type sealLine struct {
 	Seal *Seal `json:"seal"`
 }
 
-// Export writes the record of session id to w. events calls its argument for
-// each event in order and stops when that fails; seal is nil for a session
-// that has not ended. Export does not verify: what it writes is what was kept.
-func Export(w io.Writer, id session.ID, events func(yield func(Stored) error) error, seal *Seal) error {
+type addendaSealLine struct {
+	Seal *Seal `json:"addenda_seal"`
+}
+
+// Each calls yield for each event of a record in order and stops when that
+// fails.
+type Each func(yield func(Stored) error) error
+
+// SessionExport is what Export writes.
+type SessionExport struct {
+	Session     session.ID // whose record it is
+	Rotations   []Seal     // Signer.Rotations
+	Events      Each       // of the session's record
+	Seal        *Seal      // nil for a session that has not ended
+	Addenda     Each       // nil when there are none
+	AddendaSeal *Seal      // nil when there are none
+}
+
+// Export writes a session's record, its seal and its addenda to w. It does not
+// verify what it writes.
+func Export(w io.Writer, x SessionExport) error {
+	out := newExporter(w, SessionRecord(x.Session), x.Rotations)
+	out.events(x.Events)
+	if x.Seal != nil {
+		out.line(sealLine{Seal: x.Seal})
+	}
+	if x.Addenda != nil {
+		out.events(x.Addenda)
+	}
+	if x.AddendaSeal != nil {
+		out.line(addendaSealLine{Seal: x.AddendaSeal})
+	}
+	if err := out.finish(); err != nil {
+		return fmt.Errorf("export of session %s: %w", x.Session, err)
+	}
+	return nil
+}
+
+// SystemExport is what ExportSystem writes.
+type SystemExport struct {
+	Node      session.NodeID  // whose system record it is
+	Rotations []Seal          // Signer.Rotations
+	Segments  []SegmentExport // all of them, from segment 1
+}
+
+// SegmentExport is one segment of a SystemExport.
+type SegmentExport struct {
+	Events Each  // of the segment
+	Seal   *Seal // nil for the segment that is open, which is the last
+}
+
+// ExportSystem writes the system record of a node to w. It does not verify
+// what it writes.
+func ExportSystem(w io.Writer, x SystemExport) error {
+	out := newExporter(w, RecordID(systemPrefix+string(x.Node)), x.Rotations)
+	for _, s := range x.Segments {
+		out.events(s.Events)
+		if s.Seal != nil {
+			out.line(sealLine{Seal: s.Seal})
+		}
+	}
+	if err := out.finish(); err != nil {
+		return fmt.Errorf("export of the system record of node %s: %w", x.Node, err)
+	}
+	return nil
+}
+
+// exporter writes lines and keeps the first error.
+type exporter struct {
+	buf *bufio.Writer
+	enc *json.Encoder
+	err error
+}
+
+func newExporter(w io.Writer, r RecordID, rotations []Seal) *exporter {
 	buf := bufio.NewWriterSize(w, 64<<10)
-	enc := json.NewEncoder(buf)
-	enc.SetEscapeHTML(false)
-	if err := enc.Encode(headerLine{Format: ExportFormat, Session: id}); err != nil {
-		return fmt.Errorf("export of session %s: %w", id, err)
+	out := &exporter{buf: buf, enc: json.NewEncoder(buf)}
+	out.enc.SetEscapeHTML(false)
+	out.line(headerLine{Format: ExportFormat, Record: r})
+	if len(rotations) > 0 {
+		out.line(rotationsLine{Rotations: rotations})
 	}
-	err := events(func(e Stored) error {
+	return out
+}
+
+func (x *exporter) line(v any) {
+	if x.err == nil {
+		x.err = x.enc.Encode(v)
+	}
+}
+
+func (x *exporter) events(each Each) {
+	if x.err != nil {
+		return
+	}
+	x.err = each(func(e Stored) error {
 		raw := string(e.Raw)
-		return enc.Encode(eventLine{Event: &raw, Hash: e.Hash, Salt: hex.EncodeToString(e.Salt), Payload: string(e.Payload)})
+		return x.enc.Encode(eventLine{Event: &raw, Hash: e.Hash, Salt: hex.EncodeToString(e.Salt), Payload: string(e.Payload)})
 	})
-	if err == nil && seal != nil {
-		err = enc.Encode(sealLine{Seal: seal})
-	}
-	if err == nil {
-		err = buf.Flush()
-	}
-	if err != nil {
-		return fmt.Errorf("export of session %s: %w", id, err)
-	}
-	return nil
 }
 
-// strict decodes JSON with no room for two readings: one value, no unknown
-// and no repeated fields, names spelled exactly.
-func strict(data []byte, v any) error {
-	if err := checkNames(data); err != nil {
-		return err
+func (x *exporter) finish() error {
+	if x.err == nil {
+		x.err = x.buf.Flush()
 	}
-	dec := json.NewDecoder(bytes.NewReader(data))
-	dec.DisallowUnknownFields()
-	if err := dec.Decode(v); err != nil {
-		return err
-	}
-	if _, err := dec.Token(); !errors.Is(err, io.EOF) {
-		return errors.New("more than one value")
-	}
-	return nil
-}
-
-// maxDepth bounds the nesting of what strict decodes; a statement has four
-// levels.
-const maxDepth = 16
-
-// checkNames refuses JSON whose meaning depends on the reader: names that
-// occur twice in an object or differ only by case, which Go takes for the
-// same, and names outside ASCII.
-func checkNames(data []byte) error {
-	dec := json.NewDecoder(bytes.NewReader(data))
-	dec.UseNumber()
-	type level struct {
-		names map[string]bool // nil in an array
-		value bool            // a value is next, not a name
-	}
-	var stack []level
-	for {
-		tok, err := dec.Token()
-		if errors.Is(err, io.EOF) {
-			return nil
-		}
-		if err != nil {
-			return err
-		}
-		top := len(stack) - 1
-		if name, ok := tok.(string); ok && top >= 0 && stack[top].names != nil && !stack[top].value {
-			if err := checkName(name, stack[top].names); err != nil {
-				return err
-			}
-			stack[top].value = true
-			continue
-		}
-		switch tok {
-		case json.Delim('{'), json.Delim('['):
-			if len(stack) == maxDepth {
-				return fmt.Errorf("nested deeper than %d levels", maxDepth)
-			}
-			var l level
-			if tok == json.Delim('{') {
-				l.names = make(map[string]bool)
-			}
-			stack = append(stack, l)
-			continue
-		case json.Delim('}'), json.Delim(']'):
-			stack = stack[:top]
-		}
-		if top = len(stack) - 1; top >= 0 {
-			stack[top].value = false
-		}
-	}
-}
-
-func checkName(name string, seen map[string]bool) error {
-	if !ascii(name) || name != strings.ToLower(name) && name != "payloadType" && name != "predicateType" {
-		return fmt.Errorf("unexpected name %.64q", name)
-	}
-	if seen[name] {
-		return fmt.Errorf("name %.64q occurs twice", name)
-	}
-	seen[name] = true
-	return nil
+	return x.err
 }

@@ -24,33 +24,70 @@ var (
 	testMoment = Moment{Now: time.Date(2026, 1, 2, 3, 4, 5, 678901234, time.UTC), Boot: "boot-1", Uptime: 5 * time.Second}
 )
 
-// builder makes records for tests to spoil.
+var testFence = session.Fence{Node: "node-1", Generation: 1}
+
+// builder makes records for tests to change.
 type builder struct {
-	t      testing.TB
-	id     session.ID
-	signer *Signer
-	head   Head
-	events []Stored
-	counts map[Action]uint64
+	t         testing.TB
+	id        session.ID
+	signer    *Signer
+	rotations []Seal
+	sections  map[string]Section
+	head      Head
+	events    []Stored
+	counts    map[Action]uint64
+	after     Head     // of the addenda
+	addenda   []Stored // empty: none
 }
 
 func newBuilder(t testing.TB) *builder {
 	id := session.NewID()
-	return &builder{t: t, id: id, signer: GenerateSigner(), head: Start(id), counts: map[Action]uint64{}}
+	return &builder{t: t, id: id, signer: GenerateSigner(), head: Start(SessionRecord(id), ""), counts: map[Action]uint64{}}
+}
+
+func testEntry(a Action, ref string, payload any) Entry {
+	e := Entry{Action: a, Outcome: OK, Actor: testActor, Ref: ref, Payload: payload}
+	if a.Intent() {
+		e.Outcome = Pending
+	}
+	return e
 }
 
 func (b *builder) add(a Action, ref string, payload any) *builder {
 	b.t.Helper()
-	e := Entry{Action: a, Outcome: OK, Actor: testActor, Ref: ref, Sandbox: b.id.Sandbox(1), Payload: payload}
-	if a.Intent() {
-		e.Outcome = Pending
-	}
-	s, err := Next(b.head, e, testMoment)
+	return b.entry(testEntry(a, ref, payload))
+}
+
+// conclude adds the outcome of intent seq.
+func (b *builder) conclude(seq uint64, a Action, ref string, payload any) *builder {
+	b.t.Helper()
+	e := testEntry(a, ref, payload)
+	e.Concludes = seq
+	return b.entry(e)
+}
+
+func (b *builder) entry(e Entry) *builder {
+	b.t.Helper()
+	s, err := Next(b.head, testFence, e, testMoment)
 	if err != nil {
 		b.t.Fatal(err)
 	}
 	b.events, b.head = append(b.events, s), s.Head()
-	b.counts[a]++
+	b.counts[e.Action]++
+	return b
+}
+
+// addendum adds an event after the seal.
+func (b *builder) addendum(e Entry) *builder {
+	b.t.Helper()
+	if len(b.addenda) == 0 {
+		b.after = Start(AddendaRecord(b.id), b.head.Root())
+	}
+	s, err := Next(b.after, testFence, e, testMoment)
+	if err != nil {
+		b.t.Fatal(err)
+	}
+	b.addenda, b.after = append(b.addenda, s), s.Head()
 	return b
 }
 
@@ -58,21 +95,31 @@ func (b *builder) add(a Action, ref string, payload any) *builder {
 func (b *builder) life() *builder {
 	return b.add(SessionCreated, "", map[string]string{"spec": "…"}).
 		add(StepIntent, "start", nil).
-		add(StepDone, "start", nil).
+		conclude(2, StepDone, "start", nil).
 		add(SessionRunning, "", nil).
 		add(CommandIntent, "c1", map[string]any{"argv": []string{"ls", "-l"}}).
-		add(CommandEnded, "c1", map[string]int{"exit": 0}).
+		conclude(5, CommandEnded, "c1", map[string]int{"exit": 0}).
 		add(SessionEnding, "", map[string]string{"reason": "requested"}).
 		add(SessionEnded, "", nil)
+}
+
+// testHeads is the state of a node with three sealed records and an open one.
+func testHeads() Heads {
+	var tree Tree
+	for range 3 {
+		tree.Append([]byte("leaf"))
+	}
+	h := Start("session/aaaaaaaaaaaaaaaaaaaa", "")
+	return NewHeads("node-1", testMoment.Now, tree, []OpenHead{{Record: h.Record, Seq: 7, Hash: h.Hash}}, OpenHead{Record: "system/node-1/2", Seq: 9, Hash: h.Hash})
 }
 
 func (b *builder) seal() Seal {
 	b.t.Helper()
 	h := b.head
 	h.Counts = b.counts
-	s, err := b.signer.Seal(h, Closeout{
+	s, err := b.signer.Seal(h, testHeads(), Closeout{
 		Session: b.id, Owner: testActor, Reason: session.Requested, SealedAt: testMoment.Now,
-		CreatedAt: testMoment.Now, EndedAt: testMoment.Now, Residuals: []string{"a key that lives until noon"},
+		CreatedAt: testMoment.Now, EndedAt: testMoment.Now, Residuals: []string{"a key that lives until noon"}, Sections: b.sections,
 	})
 	if err != nil {
 		b.t.Fatal(err)
@@ -80,28 +127,53 @@ func (b *builder) seal() Seal {
 	return s
 }
 
-func (b *builder) each(yield func(Stored) error) error {
-	for _, e := range b.events {
-		if err := yield(e); err != nil {
-			return err
-		}
-	}
-	return nil
-}
-
-// lines exports the record, sealed or not, as its lines without newlines.
-func (b *builder) lines(sealed bool) []string {
+func (b *builder) sealAddenda() Seal {
 	b.t.Helper()
-	var seal *Seal
-	if sealed {
-		s := b.seal()
-		seal = &s
-	}
-	var out bytes.Buffer
-	if err := Export(&out, b.id, b.each, seal); err != nil {
+	h := b.after
+	h.After = b.head.Root()
+	s, err := b.signer.SealAddenda(h, testMoment.Now)
+	if err != nil {
 		b.t.Fatal(err)
 	}
-	return strings.Split(strings.TrimSuffix(out.String(), "\n"), "\n")
+	return s
+}
+
+func each(all []Stored) Each {
+	return func(yield func(Stored) error) error {
+		for _, e := range all {
+			if err := yield(e); err != nil {
+				return err
+			}
+		}
+		return nil
+	}
+}
+
+func (b *builder) each(yield func(Stored) error) error { return each(b.events)(yield) }
+
+// export exports the record, sealed or not.
+func (b *builder) export(sealed bool) []byte {
+	b.t.Helper()
+	x := SessionExport{Session: b.id, Rotations: b.rotations, Events: b.each}
+	if sealed {
+		s := b.seal()
+		x.Seal = &s
+	}
+	if len(b.addenda) > 0 {
+		s := b.sealAddenda()
+		x.Addenda, x.AddendaSeal = each(b.addenda), &s
+	}
+	var out bytes.Buffer
+	if err := Export(&out, x); err != nil {
+		b.t.Fatal(err)
+	}
+	return out.Bytes()
+}
+
+// lines is export as its lines without newlines.
+func (b *builder) lines(sealed bool) []string {
+	b.t.Helper()
+	return strings.Split(strings.TrimSuffix(string(b.export(sealed)), "\n"), "\n")
 }
 
 func join(lines []string) string { return strings.Join(lines, "\n") + "\n" }
@@ -112,9 +184,14 @@ func TestVerify(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	want := "verified: 8 events, sealed 2026-01-02T03:04:05Z, key " + b.signer.Public().Fingerprint()
+	key := b.signer.Public().Fingerprint()
+	want := "verified: session " + string(b.id) + ", 8 events, 0 addenda, sealed 2026-01-02T03:04:05Z, key " + key +
+		"\n1 residual: the end could not prove\n  a key that lives until noon"
 	if r.String() != want {
 		t.Errorf("got  %s\nwant %s", r, want)
+	}
+	if r.Key != key || r.Pinned != key || r.Residuals != 1 || r.Record != SessionRecord(b.id) {
+		t.Errorf("report %+v", r)
 	}
 	if r.Session != b.id || !r.Sealed || r.Erased != 0 || r.Closeout.Result != ClosedWithResiduals || r.Closeout.Owner != testActor {
 		t.Errorf("report %+v", r)
@@ -136,17 +213,6 @@ func TestVerifyOpenRecord(t *testing.T) {
 	}
 	if r.Sealed || strings.Contains(r.String(), "verified") || len(r.Open) != 1 || r.Open[0].Ref != "c" {
 		t.Errorf("report %+v: %s", r, r)
-	}
-}
-
-func TestVerifyErased(t *testing.T) {
-	b := newBuilder(t).life()
-	for i := range b.events[:5] {
-		b.events[i].Salt, b.events[i].Payload = nil, nil
-	}
-	r, err := Verify(strings.NewReader(join(b.lines(true))), []PublicKey{b.signer.Public()}, VerifyOptions{})
-	if err != nil || r.Erased != 5 || r.Events != 8 {
-		t.Errorf("erased %d of %d, %v", r.Erased, r.Events, err)
 	}
 }
 
@@ -194,13 +260,13 @@ func TestVerifyRefuses(t *testing.T) {
 		{"header and seal", func(_ *testing.T, _ *builder, l []string) string { return join([]string{l[0], l[9]}) }, "holds no events"},
 		{"no header", func(_ *testing.T, _ *builder, l []string) string { return join(l[1:]) }, "line 1: not the header"},
 		{"another format", func(_ *testing.T, _ *builder, l []string) string {
-			l[0] = strings.Replace(l[0], `"bivy_record":1`, `"bivy_record":2`, 1)
+			l[0] = strings.Replace(l[0], `"bivy_record":1`, `"bivy_record":2,"more":1`, 1)
 			return join(l)
-		}, "format 2"},
+		}, "the export format has version 2; this bivy reads version 1"},
 		{"another session in the header", func(_ *testing.T, b *builder, l []string) string {
 			l[0] = strings.Replace(l[0], string(b.id), string(session.NewID()), 1)
 			return join(l)
-		}, "event 1 (line 2): the event is of session"},
+		}, "event 1 (line 2): the event is of \"session/"},
 
 		{"edited", func(t *testing.T, _ *builder, l []string) string {
 			l[5] = rawEdit(t, l[5], `"subject":"key:0badcafe"`, `"subject":"key:ba5eba11"`, false)
@@ -236,7 +302,7 @@ func TestVerifyRefuses(t *testing.T) {
 		}, "not signed by a pinned key"},
 		{"all of it made anew", func(t *testing.T, b *builder, l []string) string {
 			other := newBuilder(t)
-			other.id, other.head = b.id, Start(b.id)
+			other.id, other.head = b.id, Start(SessionRecord(b.id), "")
 			return join(other.life().lines(true))
 		}, "not signed by a pinned key"},
 		{"resealed under the pinned key's name", func(t *testing.T, b *builder, l []string) string {
@@ -273,7 +339,7 @@ func TestVerifyRefuses(t *testing.T) {
 		}, "the seal is of session"},
 		{"the seal of an earlier end", func(t *testing.T, b *builder, l []string) string {
 			other := newBuilder(t)
-			other.signer, other.id, other.head = b.signer, b.id, Start(b.id)
+			other.signer, other.id, other.head = b.signer, b.id, Start(SessionRecord(b.id), "")
 			return join(append(l[:9:9], other.life().lines(true)[9]))
 		}, "the seal is over another record"},
 		{"the seal counts something else", func(t *testing.T, b *builder, l []string) string {
@@ -319,13 +385,13 @@ func TestVerifyRefuses(t *testing.T) {
 		{"two sessions spliced", func(t *testing.T, b *builder, l []string) string {
 			other := newBuilder(t).life().lines(true)
 			return join(append(l[:5:5], other[5:]...))
-		}, "event 5 (line 6): the event is of session"},
+		}, "event 5 (line 6): the event is of \"session/"},
 		{"two records in one", func(t *testing.T, b *builder, l []string) string {
 			return join(l) + join(newBuilder(t).life().lines(true))
-		}, "there is more after the seal"},
-		{"trailing garbage", func(_ *testing.T, _ *builder, l []string) string { return join(l) + "x\n" }, "there is more after the seal"},
+		}, "after the seal come addenda and nothing else"},
+		{"trailing garbage", func(_ *testing.T, _ *builder, l []string) string { return join(l) + "x\n" }, "after the seal come addenda and nothing else"},
 		{"trailing garbage without an end", func(_ *testing.T, _ *builder, l []string) string { return join(l) + "x" }, "line 11: cut off"},
-		{"trailing newline", func(_ *testing.T, _ *builder, l []string) string { return join(l) + "\n" }, "there is more after the seal"},
+		{"trailing newline", func(_ *testing.T, _ *builder, l []string) string { return join(l) + "\n" }, "after the seal come addenda and nothing else"},
 		{"an empty line inside", func(_ *testing.T, _ *builder, l []string) string {
 			return join(append(l[:3:3], append([]string{""}, l[3:]...)...))
 		}, "event 3 (line 4): the line does not decode"},
@@ -339,7 +405,7 @@ func TestVerifyRefuses(t *testing.T) {
 			b.events, b.head = b.events[:7], b.events[6].Head()
 			delete(b.counts, SessionEnded)
 			return join(b.lines(true))
-		}, "event 7 (line 9): the last event is session.ending"},
+		}, "event 7 (line 9): the last event is session.ending, not session.ended"},
 		{"an intent without an outcome", func(t *testing.T, b *builder, l []string) string {
 			o := newBuilder(t)
 			o.signer = b.signer
@@ -364,7 +430,11 @@ func TestVerifyRefuses(t *testing.T) {
 		{"an event of a later version", func(t *testing.T, _ *builder, l []string) string {
 			l[2] = rawEdit(t, l[2], `{"v":1`, `{"v":2`, true)
 			return join(l)
-		}, "event of version 2"},
+		}, "the event has version 2; this bivy reads version 1"},
+		{"an event of a later version with more fields", func(t *testing.T, _ *builder, l []string) string {
+			l[2] = rawEdit(t, l[2], `{"v":1`, `{"v":2,"more":[{}]`, true)
+			return join(l)
+		}, "the event has version 2; this bivy reads version 1"},
 		{"no event in a line", func(t *testing.T, _ *builder, l []string) string { l[2] = `{}`; return join(l) }, "event 2 (line 3): the line holds no event"},
 		{"a line that is no object", func(t *testing.T, _ *builder, l []string) string { l[2] = `[]`; return join(l) }, "event 2 (line 3): the line does not decode"},
 		{"deep nesting", func(t *testing.T, _ *builder, l []string) string {
@@ -413,7 +483,7 @@ func TestVerifyNeedsAPinnedKey(t *testing.T) {
 
 // TestEveryByteCounts flips each byte of an export in turn.
 func TestEveryByteCounts(t *testing.T) {
-	b := newBuilder(t).add(SessionCreated, "", nil).add(FileIntent, "f", nil).add(FileDone, "f", nil).add(SessionEnded, "", nil)
+	b := newBuilder(t).add(SessionCreated, "", nil).add(FileIntent, "f", nil).conclude(2, FileDone, "f", nil).add(SessionEnded, "", nil).addendum(testEntry(StepDone, "", nil))
 	text := []byte(join(b.lines(true)))
 	keys := []PublicKey{b.signer.Public()}
 	survived := 0
@@ -473,7 +543,7 @@ func (f *failing) Read(p []byte) (int, error) {
 
 func TestExportStops(t *testing.T) {
 	boom := errors.New("client gone")
-	err := Export(&bytes.Buffer{}, session.NewID(), func(func(Stored) error) error { return boom }, nil)
+	err := Export(&bytes.Buffer{}, SessionExport{Session: session.NewID(), Events: func(func(Stored) error) error { return boom }})
 	if !errors.Is(err, boom) {
 		t.Errorf("got %v", err)
 	}
@@ -481,11 +551,11 @@ func TestExportStops(t *testing.T) {
 
 func TestSigner(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "keys")
-	first, err := LoadSigner(dir)
+	first, err := LoadSigner(dir, false)
 	if err != nil {
 		t.Fatal(err)
 	}
-	again, err := LoadSigner(dir)
+	again, err := LoadSigner(dir, false)
 	if err != nil || again.Public().Fingerprint() != first.Public().Fingerprint() {
 		t.Fatalf("again: %v", err)
 	}
@@ -509,7 +579,7 @@ func TestSigner(t *testing.T) {
 	if err := os.WriteFile(filepath.Join(dir, PublicKeyFile), GenerateSigner().Public().Export(), 0o644); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := LoadSigner(dir); err != nil {
+	if _, err := LoadSigner(dir, false); err != nil {
 		t.Fatal(err)
 	}
 	if now, err := os.ReadFile(filepath.Join(dir, PublicKeyFile)); err != nil || !bytes.Equal(now, text) {
@@ -521,7 +591,7 @@ func TestSigner(t *testing.T) {
 	if err := os.Chmod(path, 0o640); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := LoadSigner(dir); !kind.Is(err, kind.Conflict) || kind.Hint(err) == "" {
+	if _, err := LoadSigner(dir, false); !kind.Is(err, kind.Conflict) || kind.Hint(err) == "" {
 		t.Errorf("a key that others can read: %v", err)
 	}
 	for _, broken := range []string{"x", "-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n"} {
@@ -531,7 +601,7 @@ func TestSigner(t *testing.T) {
 		if err := os.Chmod(path, 0o600); err != nil {
 			t.Fatal(err)
 		}
-		if _, err := LoadSigner(dir); !kind.Is(err, kind.Conflict) {
+		if _, err := LoadSigner(dir, false); !kind.Is(err, kind.Conflict) {
 			t.Errorf("%.10q: %v", broken, err)
 		}
 		if now, err := os.ReadFile(path); err != nil || string(now) != broken {
@@ -545,7 +615,7 @@ func TestSignerRace(t *testing.T) {
 	prints := make(chan string, 16)
 	for range cap(prints) {
 		go func() {
-			s, err := LoadSigner(dir)
+			s, err := LoadSigner(dir, false)
 			if err != nil {
 				prints <- err.Error()
 				return
@@ -586,36 +656,35 @@ func TestSealBoundsItsLists(t *testing.T) {
 	for range 5000 {
 		c.Residuals = append(c.Residuals, strings.Repeat("\xffr", 10000))
 	}
-	seal, err := b.signer.Seal(b.head, c)
+	seal, err := b.signer.Seal(b.head, testHeads(), c)
 	if err != nil {
 		t.Fatal(err)
 	}
-	st, err := seal.Statement()
+	p, err := seal.Closeout()
 	if err != nil {
 		t.Fatal(err)
 	}
-	p := st.Predicate
 	if len(p.Residuals) != MaxResiduals || p.ResidualCount != 5000 || len(p.Residuals[0]) > 3*MaxResidualLength || len(p.Owner.Subject) > MaxActor+4 {
 		t.Errorf("%d residuals of %d, the first of %d bytes", len(p.Residuals), p.ResidualCount, len(p.Residuals[0]))
 	}
 	var out bytes.Buffer
-	if err := Export(&out, b.id, b.each, &seal); err != nil {
+	if err := Export(&out, SessionExport{Session: b.id, Events: b.each, Seal: &seal}); err != nil {
 		t.Fatal(err)
 	}
 	if _, err := Verify(&out, []PublicKey{b.signer.Public()}, VerifyOptions{}); err != nil {
 		t.Error(err)
 	}
-	if _, err := b.signer.Seal(Start(b.id), Closeout{Session: b.id}); err == nil {
+	if _, err := b.signer.Seal(Start(SessionRecord(b.id), ""), testHeads(), Closeout{Session: b.id}); err == nil {
 		t.Error("an empty record was sealed")
 	}
-	if _, err := b.signer.Seal(b.head, Closeout{Session: session.NewID()}); err == nil {
+	if _, err := b.signer.Seal(b.head, testHeads(), Closeout{Session: session.NewID()}); err == nil {
 		t.Error("another session's record was sealed")
 	}
 }
 
 func TestActorIsBounded(t *testing.T) {
 	for _, text := range []string{strings.Repeat("é", 5000), strings.Repeat("\xff", 5000), "a\nb\x1b[0m\x00", strings.Repeat("\U0001F600", 1000)} {
-		s, err := Next(Start(session.NewID()), Entry{Action: SessionCreated, Outcome: OK, Actor: session.Principal{Subject: text, Trigger: text}}, testMoment)
+		s, err := Next(Start(SessionRecord(session.NewID()), ""), testFence, Entry{Action: SessionCreated, Outcome: OK, Actor: session.Principal{Subject: text, Trigger: text}}, testMoment)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -643,8 +712,8 @@ func checkPrintable(t testing.TB, b []byte) {
 	}
 }
 
-// TestLostIntentIsAnEvent: what says that an outcome is lost is written when
-// nobody is there to put right what it lacks.
+// TestLostIntentIsAnEvent: the entry that says that an outcome is lost keeps the
+// rules of entries, since it is written by the store and not by a caller.
 func TestLostIntentIsAnEvent(t *testing.T) {
 	i := Intent{Seq: 3, Action: StepIntent, Ref: "create.start"}
 	if _, err := Prepare(i.Lost(session.Principal{Subject: "system:test"})); err != nil {

@@ -1,6 +1,7 @@
 package audit
 
 import (
+	"bytes"
 	"crypto/ed25519"
 	"crypto/sha256"
 	"crypto/x509"
@@ -11,24 +12,31 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 
+	"bivy/internal/durable"
 	"bivy/internal/kind"
 )
 
-// Names of the files that LoadSigner keeps.
+// Names of the files that LoadSigner and Rotate keep.
 const (
-	SigningKeyFile = "signing.key" // the private key, PKCS #8 in PEM, mode 0600
-	PublicKeyFile  = "signing.pub" // the public key for pinning, mode 0644
+	SigningKeyFile = "signing.key"       // the private key, PKCS #8 in PEM, mode 0600
+	PublicKeyFile  = "signing.pub"       // the current public key and the former ones, for pinning, mode 0644
+	RotationsFile  = "signing.rotations" // signed statements of each replacement of the key, JSON Lines, mode 0644
+
+	nextKeyFile = "signing.key.next" // the new private key while Rotate replaces the old one
 )
 
-// Signer seals records with an Ed25519 key.
+// Signer signs statements with an Ed25519 key.
 type Signer struct {
-	key ed25519.PrivateKey
+	key       ed25519.PrivateKey
+	rotations []Seal // oldest first
 }
 
-// PublicKey is a key that seals are checked against. Keys to trust come from
-// whoever verifies, never from what is verified.
+// PublicKey is a key that signatures are checked against. The person who
+// verifies chooses the keys to trust; keys inside an export are never trusted
+// by themselves.
 type PublicKey struct {
 	key ed25519.PublicKey
 }
@@ -42,29 +50,54 @@ func GenerateSigner() *Signer {
 	return &Signer{key: key}
 }
 
-// LoadSigner reads the signing key in dir, making it first where there is
-// none, and writes the public key beside it for pinning. When two processes
-// make it at the same time both get the same key. It refuses a private key
+// LoadSigner reads the signing key in dir and the history of its rotations, and
+// writes the public keys beside it for pinning. When there is no key it makes
+// one, but only when haveSeals is false and no public key is there: a key that was
+// lost is never replaced in silence, and LoadSigner fails with Conflict. When two processes make the
+// first key at the same time both get the same one. It refuses a private key
 // that others than its owner may read.
-func LoadSigner(dir string) (*Signer, error) {
+func LoadSigner(dir string, haveSeals bool) (*Signer, error) {
+	s, err := loadSigner(dir, haveSeals)
+	if err != nil {
+		return nil, fmt.Errorf("signing key: %w", err)
+	}
+	return s, nil
+}
+
+func loadSigner(dir string, haveSeals bool) (*Signer, error) {
+	rotations, err := readRotations(dir)
+	if err != nil {
+		return nil, err
+	}
+	if err := finishRotation(dir, rotations); err != nil {
+		return nil, err
+	}
 	path := filepath.Join(dir, SigningKeyFile)
 	s, err := readSigner(path)
+	// Heads are signed before anything is sealed, and may be kept by those who
+	// pinned the public key. Where that is there, another process may have made
+	// both keys just now.
+	published := false
 	if errors.Is(err, fs.ErrNotExist) {
+		if _, bad := os.Lstat(filepath.Join(dir, PublicKeyFile)); bad == nil {
+			published = true
+			s, err = readSigner(path)
+		}
+	}
+	if errors.Is(err, fs.ErrNotExist) {
+		if haveSeals || len(rotations) > 0 || published {
+			return nil, kind.Errorf(kind.Conflict, "%s is missing, but records are signed with it", path).
+				WithHint("restore %s from a backup; if it is lost for good: bivy audit key rotate --lost", path)
+		}
 		if err = createSigningKey(dir, path); err == nil {
 			s, err = readSigner(path)
 		}
 	}
 	if err != nil {
-		return nil, fmt.Errorf("signing key: %w", err)
+		return nil, err
 	}
-	public := filepath.Join(dir, PublicKeyFile)
-	want := s.Public().Export()
-	if have, err := os.ReadFile(public); err != nil || string(have) != string(want) {
-		if err := writeFile(public, want, 0o644, os.Rename); err != nil {
-			return nil, fmt.Errorf("public key: %w", err)
-		}
-	}
-	return s, nil
+	s.rotations = rotations
+	return s, s.writePublicKeys(dir)
 }
 
 func readSigner(path string) (*Signer, error) {
@@ -79,7 +112,7 @@ func readSigner(path string) (*Signer, error) {
 	}
 	if !info.Mode().IsRegular() || info.Mode().Perm()&0o077 != 0 {
 		return nil, kind.Errorf(kind.Conflict, "%s has mode %v: a signing key must be a file that only its owner can read", path, info.Mode()).
-			WithHint("find out who could have read it; if nobody did: chmod 600 %s", path)
+			WithHint("check who could have read it; if no other user did: chmod 600 %s", path)
 	}
 	data := make([]byte, 4096)
 	n, err := f.Read(data)
@@ -105,47 +138,68 @@ func createSigningKey(dir, path string) error {
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		return err
 	}
-	der, err := x509.MarshalPKCS8PrivateKey(GenerateSigner().key)
+	text, err := GenerateSigner().private()
 	if err != nil {
 		return err
 	}
-	// A link, unlike a rename, does not replace a key that another process
-	// made meanwhile.
-	err = writeFile(path, pem.EncodeToMemory(&pem.Block{Type: "PRIVATE KEY", Bytes: der}), 0o600, os.Link)
+	// A key that another process made meanwhile is not replaced.
+	err = durable.WriteFile(path, text, 0o600, durable.CreateOnly)
 	if errors.Is(err, fs.ErrExist) {
 		return nil
 	}
 	return err
 }
 
-// writeFile makes the file durable under a name of its own first, then gives
-// it its name with place, so that path never names half a file.
-func writeFile(path string, data []byte, mode fs.FileMode, place func(from, to string) error) error {
-	dir := filepath.Dir(path)
-	f, err := os.CreateTemp(dir, "."+filepath.Base(path)+"-*")
+// private returns the private key as the text of SigningKeyFile.
+func (s *Signer) private() ([]byte, error) {
+	der, err := x509.MarshalPKCS8PrivateKey(s.key)
 	if err != nil {
-		return err
+		return nil, err
 	}
-	defer os.Remove(f.Name())
-	_, err = f.Write(data)
-	err = errors.Join(err, f.Chmod(mode), f.Sync(), f.Close())
-	if err != nil {
-		return err
-	}
-	if err := place(f.Name(), path); err != nil {
-		return err
-	}
-	d, err := os.Open(dir)
-	if err != nil {
-		return err
-	}
-	return errors.Join(d.Sync(), d.Close())
+	return pem.EncodeToMemory(&pem.Block{Type: "PRIVATE KEY", Bytes: der}), nil
 }
 
-// Public returns the key that seals by s are checked against.
+// writePublicKeys writes the current public key and the former ones, newest
+// first, unless the file holds them already.
+func (s *Signer) writePublicKeys(dir string) error {
+	keys := []PublicKey{s.Public()}
+	add := func(k PublicKey) {
+		known := slices.ContainsFunc(keys, func(have PublicKey) bool { return have.Fingerprint() == k.Fingerprint() })
+		if len(k.key) > 0 && !known {
+			keys = append(keys, k)
+		}
+	}
+	for _, r := range slices.Backward(s.rotations) {
+		d, err := r.Rotation()
+		if err != nil {
+			return err
+		}
+		add(PublicKey{key: d.NewKey})
+		add(PublicKey{key: d.OldKey})
+	}
+	var want []byte
+	for _, k := range keys {
+		want = append(want, k.Export()...)
+	}
+	path := filepath.Join(dir, PublicKeyFile)
+	if have, err := os.ReadFile(path); err == nil && bytes.Equal(have, want) {
+		return nil
+	}
+	if err := durable.WriteFile(path, want, 0o644); err != nil {
+		return fmt.Errorf("public key: %w", err)
+	}
+	return nil
+}
+
+// Public returns the key that signatures by s are checked against.
 func (s *Signer) Public() PublicKey {
 	return PublicKey{key: s.key.Public().(ed25519.PublicKey)}
 }
+
+// Rotations returns the statements of how the key came to be, oldest first. An
+// export carries them, so that a verifier who pinned a former key accepts seals
+// by the current one.
+func (s *Signer) Rotations() []Seal { return slices.Clone(s.rotations) }
 
 func (s *Signer) sign(message []byte) []byte { return ed25519.Sign(s.key, message) }
 
@@ -171,9 +225,9 @@ func (k PublicKey) verify(message, sig []byte) bool {
 	return len(k.key) == ed25519.PublicKeySize && ed25519.Verify(k.key, message, sig)
 }
 
-// ParsePublicKeys reads one or more keys as Export writes them. Whatever is
-// neither a key nor a line that begins with # is refused, so that a key that
-// was mangled is not silently left out.
+// ParsePublicKeys reads one or more keys as Export writes them. It refuses text
+// that is neither a key nor a line that begins with #, so that a damaged key is
+// not left out in silence.
 func ParsePublicKeys(data []byte) ([]PublicKey, error) {
 	bad := func(format string, args ...any) ([]PublicKey, error) {
 		return nil, kind.Errorf(kind.Invalid, "public key file: "+format, args...).

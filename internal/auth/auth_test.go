@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"bivy/internal/access"
+	"bivy/internal/audit"
 	"bivy/internal/kind"
 	"bivy/internal/session"
 )
@@ -57,16 +58,89 @@ func (m *memory) RevokeKey(_ context.Context, id string, at time.Time) error {
 	return kind.Errorf(kind.NotFound, "no key %s", id)
 }
 
-func ring(t *testing.T, m *memory) *Keyring {
+func (m *memory) MarkKeyUsed(_ context.Context, id string, at time.Time) (bool, error) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.fail != nil {
+		return false, m.fail
+	}
+	for i := range m.keys {
+		if m.keys[i].ID == id {
+			first := m.keys[i].FirstUsedAt.IsZero()
+			if first {
+				m.keys[i].FirstUsedAt = at
+			}
+			return first, nil
+		}
+	}
+	return false, kind.Errorf(kind.NotFound, "no key %s", id)
+}
+
+func (m *memory) setFail(err error) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.fail = err
+}
+
+// events is a Record in memory; fail makes its writes fail.
+type events struct {
+	mu      sync.Mutex
+	all     []audit.Entry
+	refused []string // "action reason who"
+	fail    error
+}
+
+func (e *events) Record(_ context.Context, in audit.Entry) error {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if e.fail != nil {
+		return e.fail
+	}
+	e.all = append(e.all, in)
+	return nil
+}
+
+func (e *events) Begin(ctx context.Context, in audit.Entry) (func(audit.Entry) error, error) {
+	if err := e.Record(ctx, in); err != nil {
+		return nil, err
+	}
+	return func(out audit.Entry) error {
+		out.Object, out.Actor = in.Object, in.Actor
+		return e.Record(ctx, out)
+	}, nil
+}
+
+func (e *events) CountRefused(a audit.Action, reason, who string, _ audit.Decision) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.refused = append(e.refused, string(a)+" "+reason+" "+who)
+}
+
+// list returns the events as "action object actor".
+func (e *events) list() []string {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	var out []string
+	for _, x := range e.all {
+		out = append(out, string(x.Action)+" "+x.Object+" "+x.Actor.Subject)
+	}
+	return out
+}
+
+func open(t *testing.T, m *memory, e *events) *Keyring {
 	t.Helper()
-	r, err := Open(t.Context(), m, nil)
+	r, err := Open(t.Context(), Options{Store: m, Record: e, Access: access.Roles{}})
 	if err != nil {
 		t.Fatal(err)
 	}
 	return r
 }
 
-var root = session.Principal{Subject: "local:root"}
+func ring(t *testing.T, m *memory) *Keyring { return open(t, m, &events{}) }
+
+const here = "192.0.2.7" // where requests come from
+
+var root = access.Caller{Principal: session.Principal{Subject: "local:root"}, Role: access.Admin}
 
 func TestKeys(t *testing.T) {
 	m := &memory{}
@@ -78,10 +152,10 @@ func TestKeys(t *testing.T) {
 	if !regexp.MustCompile(`^e2b_[0-9a-f]{40}$`).MatchString(token.Reveal()) {
 		t.Errorf("token %q has not the shape that clients expect", token.Reveal())
 	}
-	if len(k.ID) != 8 || k.CreatedBy != root.Subject || k.Role != access.Developer || k.Label != "ada's laptop" || k.CreatedAt.IsZero() {
+	if len(k.ID) != 8 || k.CreatedBy != root.Principal.Subject || k.Role != access.Developer || k.Label != "ada's laptop" || k.CreatedAt.IsZero() {
 		t.Errorf("key %+v", k)
 	}
-	c, err := r.Authenticate(t.Context(), token.Reveal())
+	c, err := r.Authenticate(t.Context(), token.Reveal(), here)
 	if want := (access.Caller{Principal: session.Principal{Subject: "key:" + k.ID}, Role: access.Developer}); err != nil || c != want {
 		t.Errorf("got %+v, %v; want %+v", c, err, want)
 	}
@@ -89,18 +163,18 @@ func TestKeys(t *testing.T) {
 		t.Fatal(err)
 	}
 	for range 2 {
-		if err := r.Revoke(t.Context(), k.ID); err != nil {
+		if err := r.Revoke(t.Context(), root, k.ID); err != nil {
 			t.Fatal(err)
 		}
 	}
-	_, err = r.Authenticate(t.Context(), token.Reveal())
+	_, err = r.Authenticate(t.Context(), token.Reveal(), here)
 	if !kind.Is(err, kind.Unauthentic) || !strings.Contains(err.Error(), "revoked") {
 		t.Errorf("revoked: %v", err)
 	}
-	if err := r.Revoke(t.Context(), "00000000"); !kind.Is(err, kind.NotFound) {
+	if err := r.Revoke(t.Context(), root, "00000000"); !kind.Is(err, kind.NotFound) {
 		t.Errorf("revoke an unknown key: %v", err)
 	}
-	all, err := r.List(t.Context())
+	all, err := r.List(t.Context(), root)
 	if err != nil || len(all) != 2 {
 		t.Errorf("%d keys, %v", len(all), err)
 	}
@@ -117,7 +191,7 @@ func TestAuthenticateRefuses(t *testing.T) {
 		"", "e2b_", token[:43], token + "0", " " + token, token + "\n", strings.ToUpper(token), "E2B_" + token[4:],
 		"sk_" + token[4:], "e2b_" + strings.Repeat("0", 40), "e2b_" + strings.Repeat("g", 40), token[:20] + "\x00" + token[21:],
 	} {
-		c, err := r.Authenticate(t.Context(), bad)
+		c, err := r.Authenticate(t.Context(), bad, here)
 		if !kind.Is(err, kind.Unauthentic) || kind.Hint(err) == "" || c != (access.Caller{}) {
 			t.Errorf("%q: %+v, %v", bad, c, err)
 		}
@@ -143,7 +217,7 @@ func TestCreateRefuses(t *testing.T) {
 		}
 	}
 	m.fail = kind.Errorf(kind.Exhausted, "disk full")
-	if token, _, err := r.Create(t.Context(), root, access.Admin, ""); !kind.Is(err, kind.Exhausted) || !token.IsEmpty() {
+	if token, _, err := r.Create(t.Context(), root, access.Admin, ""); !kind.Is(err, kind.Exhausted) || token.Reveal() != "" {
 		t.Errorf("a store that fails: %v", err)
 	}
 	if len(m.keys) != 0 {
@@ -161,20 +235,20 @@ func TestLastAdminKeyStays(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := r.Revoke(t.Context(), first.ID); !kind.Is(err, kind.Conflict) || kind.Hint(err) == "" {
+	if err := r.Revoke(t.Context(), root, first.ID); !kind.Is(err, kind.Conflict) || kind.Hint(err) == "" {
 		t.Errorf("the last admin key: %v", err)
 	}
-	if err := r.Revoke(t.Context(), developer.ID); err != nil {
+	if err := r.Revoke(t.Context(), root, developer.ID); err != nil {
 		t.Error(err)
 	}
 	_, second, err := r.Create(t.Context(), root, access.Admin, "second")
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := r.Revoke(t.Context(), first.ID); err != nil {
+	if err := r.Revoke(t.Context(), root, first.ID); err != nil {
 		t.Errorf("one of two: %v", err)
 	}
-	if err := r.Revoke(t.Context(), second.ID); !kind.Is(err, kind.Conflict) {
+	if err := r.Revoke(t.Context(), root, second.ID); !kind.Is(err, kind.Conflict) {
 		t.Errorf("the last one again: %v", err)
 	}
 }
@@ -205,7 +279,7 @@ func TestEnsureAdmin(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	c, err := r.Authenticate(t.Context(), strings.TrimSuffix(string(data), "\n"))
+	c, err := r.Authenticate(t.Context(), strings.TrimSuffix(string(data), "\n"), here)
 	if err != nil || c.Role != access.Admin {
 		t.Errorf("got %+v, %v", c, err)
 	}
@@ -239,16 +313,16 @@ func TestConcurrentUse(t *testing.T) {
 					t.Error(err)
 					return
 				}
-				if _, err := r.Authenticate(context.Background(), token.Reveal()); err != nil {
+				if _, err := r.Authenticate(context.Background(), token.Reveal(), here); err != nil {
 					t.Errorf("a new key: %v", err)
 				}
-				if err := r.Revoke(context.Background(), k.ID); err != nil {
+				if err := r.Revoke(context.Background(), root, k.ID); err != nil {
 					t.Error(err)
 				}
-				if _, err := r.Authenticate(context.Background(), token.Reveal()); err == nil {
+				if _, err := r.Authenticate(context.Background(), token.Reveal(), here); err == nil {
 					t.Error("a revoked key still works")
 				}
-				if _, err := r.Authenticate(context.Background(), keep.Reveal()); err != nil {
+				if _, err := r.Authenticate(context.Background(), keep.Reveal(), here); err != nil {
 					t.Errorf("a key that nobody touched: %v", err)
 				}
 			}
@@ -259,7 +333,7 @@ func TestConcurrentUse(t *testing.T) {
 
 func BenchmarkAuthenticate(b *testing.B) {
 	m := &memory{}
-	r, err := Open(b.Context(), m, nil)
+	r, err := Open(b.Context(), Options{Store: m, Record: &events{}, Access: access.Roles{}})
 	if err != nil {
 		b.Fatal(err)
 	}
@@ -273,7 +347,7 @@ func BenchmarkAuthenticate(b *testing.B) {
 	}
 	b.ReportAllocs()
 	for b.Loop() {
-		if _, err := r.Authenticate(b.Context(), token); err != nil {
+		if _, err := r.Authenticate(b.Context(), token, here); err != nil {
 			b.Fatal(err)
 		}
 	}

@@ -1,8 +1,3 @@
-// Package bench measures bivy on the machine it runs on: a real server on
-// loopback, asked through the public client, beside what else starts
-// containers there. One driver and one clock measure everybody, in turns of
-// random order, and each figure is held against the budget that
-// bench/budgets.json gives it.
 package bench
 
 import (

@@ -15,6 +15,8 @@ import (
 	"path/filepath"
 	"syscall"
 	"time"
+
+	"bivy/internal/poll"
 )
 
 // docker is an engine of our own, with its own state and without a network:
@@ -96,20 +98,21 @@ func (d *docker) dial(ctx context.Context) (net.Conn, error) {
 func (d *docker) await(ctx context.Context, log string) error {
 	ctx, cancel := context.WithTimeout(ctx, startLimit)
 	defer cancel()
-	tick := time.NewTicker(20 * time.Millisecond)
-	defer tick.Stop()
-	for {
+	err := poll.Until(ctx, poll.Every(20*time.Millisecond), func() (bool, error) {
 		if d.call(ctx, http.MethodGet, "/_ping", nil, nil) == nil {
-			return nil
+			return true, nil
 		}
 		select {
-		case <-tick.C:
 		case <-d.exited:
-			return fmt.Errorf("dockerd ended: %.500s", fact(log))
-		case <-ctx.Done():
-			return fmt.Errorf("dockerd is not ready: %w: %.500s", ctx.Err(), fact(log))
+			return true, errors.New("dockerd ended")
+		default:
+			return false, errors.New("dockerd is not ready")
 		}
+	})
+	if err != nil {
+		return fmt.Errorf("%w: %.500s", err, fact(log))
 	}
+	return nil
 }
 
 // close stops the engine, and with it the containerd that it started.

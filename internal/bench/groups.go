@@ -185,7 +185,7 @@ func self() time.Duration {
 	return time.Duration(r.Utime.Nano() + r.Stime.Nano())
 }
 
-// memoryUse is what a group's processes hold that nobody else does: anonymous
+// memoryUse is the memory that only a group's processes hold: anonymous
 // and shared memory and what the kernel keeps for them, files not counted.
 type memoryUse struct{ anonymous, shared, kernel int64 }
 

@@ -16,6 +16,7 @@ import (
 
 	"bivy/client"
 	"bivy/internal/bundle"
+	"bivy/internal/poll"
 )
 
 const (
@@ -52,7 +53,7 @@ func memory(ctx context.Context, b *bench) ([]Figure, error) {
 	if s.boxes, err = b.groups.watch(parent); err != nil {
 		return nil, err
 	}
-	if err := pause(ctx, settleTime); err != nil {
+	if err := poll.Sleep(ctx, settleTime); err != nil {
 		return nil, err
 	}
 	figures = append(figures,
@@ -93,7 +94,7 @@ func fileSizes() ([]Figure, error) {
 
 func rollup(pid int) string { return fmt.Sprintf("/proc/%d/smaps_rollup", pid) }
 
-// private is the memory of a process that it shares with nobody.
+// private is the memory of a process that it shares with no other.
 func private(pid int) int64 {
 	return kib(rollup(pid), "Private_Clean") + kib(rollup(pid), "Private_Dirty")
 }
@@ -115,7 +116,7 @@ func (b *bench) held(s *server) held {
 
 // idle measures idle sandboxes.
 func (b *bench) idle(ctx context.Context, s *server) ([]Figure, error) {
-	if err := pause(ctx, settleTime); err != nil {
+	if err := poll.Sleep(ctx, settleTime); err != nil {
 		return nil, err
 	}
 	before := b.held(s)
@@ -132,7 +133,7 @@ func (b *bench) idle(ctx context.Context, s *server) ([]Figure, error) {
 	if err := group.Wait(); err != nil {
 		return nil, err
 	}
-	if err := pause(ctx, settleTime); err != nil {
+	if err := poll.Sleep(ctx, settleTime); err != nil {
 		return nil, err
 	}
 	after := b.held(s)
@@ -159,7 +160,7 @@ func (b *bench) idle(ctx context.Context, s *server) ([]Figure, error) {
 	for _, f := range []*Figure{&all, &machine, &server, &kernel} {
 		f.N = idleSandboxes
 	}
-	machine.Note = "of the whole machine, whoever else was at work"
+	machine.Note = "of the whole machine, other processes included"
 	seen, err := seenInside(ctx, sessions[0])
 	if err != nil {
 		return nil, err
@@ -174,7 +175,11 @@ func (b *bench) idle(ctx context.Context, s *server) ([]Figure, error) {
 // box is what a sandbox's processes hold, and how much of it is the guest's.
 func (b *bench) box(s *server, session *client.Session) (pss, guest int64, err error) {
 	mount := filepath.Dir(b.groups.dir("memory", ""))
-	procs := fact(filepath.Join(mount, s.parent, session.Info.Sandbox, "cgroup.procs"))
+	slot, err := s.slot(session)
+	if err != nil {
+		return 0, 0, err
+	}
+	procs := fact(filepath.Join(mount, s.parent, slot, "cgroup.procs"))
 	if procs == "" {
 		return 0, 0, fmt.Errorf("sandbox %s has no processes", session.Info.Sandbox)
 	}
@@ -222,17 +227,4 @@ func seenInside(ctx context.Context, session *client.Session) (int64, error) {
 		}
 	}
 	return 0, fmt.Errorf("no VmRSS in /proc/1/status: %w", io.ErrUnexpectedEOF)
-}
-
-// pause waits for what goes on by itself to be over: there is no event that
-// says that memory was given back.
-func pause(ctx context.Context, d time.Duration) error {
-	timer := time.NewTimer(d)
-	defer timer.Stop()
-	select {
-	case <-timer.C:
-		return nil
-	case <-ctx.Done():
-		return ctx.Err()
-	}
 }

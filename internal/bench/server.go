@@ -3,6 +3,7 @@ package bench
 import (
 	"bytes"
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -17,6 +18,7 @@ import (
 	"bivy/internal/cgroup"
 	"bivy/internal/config"
 	"bivy/internal/kind"
+	"bivy/internal/poll"
 )
 
 // server is a bivy serve of our own, on loopback.
@@ -58,7 +60,11 @@ func (b *bench) serve(ctx context.Context) (*server, error) {
 		return nil, fmt.Errorf("first session: %w", err)
 	}
 	// Where the server has its sandboxes' groups is seen, not assumed.
-	dirs, err := filepath.Glob(filepath.Join(b.mountOf(), "*", first.Info.Sandbox))
+	slot, err := s.slot(first)
+	if err != nil {
+		return nil, err
+	}
+	dirs, err := filepath.Glob(filepath.Join(b.mountOf(), "*", slot))
 	if err != nil || len(dirs) != 1 {
 		return nil, fmt.Errorf("sandbox %s has %d cgroups where one is expected: %w", first.Info.Sandbox, len(dirs), err)
 	}
@@ -68,6 +74,25 @@ func (b *bench) serve(ctx context.Context) (*server, error) {
 	}
 	_, err = first.End(ctx)
 	return s, err
+}
+
+// slot returns the name of what a session's sandbox has on the host, which the
+// label in its bundle directory leads to.
+func (s *server) slot(session *client.Session) (string, error) {
+	labels, err := filepath.Glob(filepath.Join(s.runDir, "gvisor", "bundles", "*", "sandbox"))
+	if err != nil {
+		return "", err
+	}
+	for _, path := range labels {
+		var label struct {
+			Sandbox string `json:"sandbox"`
+		}
+		data, err := os.ReadFile(path)
+		if err == nil && json.Unmarshal(data, &label) == nil && label.Sandbox == session.Info.Sandbox {
+			return filepath.Base(filepath.Dir(path)), nil
+		}
+	}
+	return "", fmt.Errorf("sandbox %s has no bundle below %s", session.Info.Sandbox, s.runDir)
 }
 
 // mountOf is where groups are mounted.
@@ -139,20 +164,24 @@ func (b *bench) key(r config.Running) (string, error) {
 func (s *server) await(ctx context.Context) (config.Running, error) {
 	ctx, cancel := context.WithTimeout(ctx, startLimit)
 	defer cancel()
-	tick := time.NewTicker(2 * time.Millisecond)
-	defer tick.Stop()
-	for {
-		if r, ok, err := config.Find(s.runDir); err != nil || ok && r.PID == s.cmd.Process.Pid {
-			return r, err
+	var running config.Running
+	err := poll.Until(ctx, poll.Every(2*time.Millisecond), func() (bool, error) {
+		r, ok, err := config.Find(s.runDir)
+		if err != nil || ok && r.PID == s.cmd.Process.Pid {
+			running = r
+			return true, err
 		}
 		select {
-		case <-tick.C:
 		case <-s.exited:
-			return config.Running{}, fmt.Errorf("the server ended: %w\n%s", s.err, s.tail())
-		case <-ctx.Done():
-			return config.Running{}, fmt.Errorf("the server is not ready: %w\n%s", ctx.Err(), s.tail())
+			return true, fmt.Errorf("the server ended: %w\n%s", s.err, s.tail())
+		default:
+			return false, nil
 		}
+	})
+	if ctx.Err() != nil {
+		err = fmt.Errorf("the server is not ready: %w\n%s", err, s.tail())
 	}
+	return running, err
 }
 
 // tail is the end of the server's log.

@@ -2,7 +2,6 @@ package bench
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
@@ -13,6 +12,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"bivy/client"
+	"bivy/internal/poll"
 )
 
 const (
@@ -137,12 +137,12 @@ func (b *bench) count(s *server) (map[string]int, error) {
 // seconds: connections and threads that are idle go late.
 func (b *bench) settled(ctx context.Context, s *server, before map[string]int) (map[string]int, error) {
 	s.client.Close()
-	tick := time.NewTicker(250 * time.Millisecond)
-	defer tick.Stop()
-	for try := 0; ; try++ {
-		now, err := b.count(s)
-		if err != nil {
-			return nil, err
+	var now map[string]int
+	try := 0
+	err := poll.Until(ctx, poll.Every(250*time.Millisecond), func() (bool, error) {
+		var err error
+		if now, err = b.count(s); err != nil {
+			return true, err
 		}
 		// The runtime keeps its threads for ever; how many it once needed is
 		// no leak while it stays small.
@@ -151,13 +151,11 @@ func (b *bench) settled(ctx context.Context, s *server, before map[string]int) (
 		for name := range now {
 			more = more || now[name] > before[name]
 		}
-		if !more || try == 20 {
-			return now, nil
-		}
-		select {
-		case <-tick.C:
-		case <-ctx.Done():
-			return nil, errors.Join(ctx.Err(), err)
-		}
+		try++
+		return !more || try > 20, nil
+	})
+	if err != nil {
+		return nil, err
 	}
+	return now, nil
 }

@@ -17,6 +17,7 @@ import (
 
 	"github.com/klauspost/compress/zstd"
 
+	"bivy/internal/durable"
 	"bivy/internal/kind"
 )
 
@@ -38,8 +39,8 @@ type Manifest struct {
 	SHA256 map[string]string `json:"sha256"` // hex, of the uncompressed binary
 }
 
-// ErrMissing says that this bivy was built without its payload.
-var ErrMissing = kind.Errorf(kind.Unavailable, "this bivy was built without %s and %s", Sentry, Guest).
+// errMissing says that this bivy was built without its payload.
+var errMissing = kind.Errorf(kind.Unavailable, "this bivy was built without %s and %s", Sentry, Guest).
 	WithHint("build it with: make build")
 
 // Load reads the manifest.
@@ -47,7 +48,7 @@ func Load() (Manifest, error) {
 	var m Manifest
 	b, err := payload.ReadFile("payload/manifest.json")
 	if errors.Is(err, fs.ErrNotExist) {
-		return m, ErrMissing
+		return m, errMissing
 	}
 	if err != nil {
 		return m, err
@@ -76,23 +77,17 @@ func (m Manifest) Unpack(dir, name string) (string, error) {
 	if err := os.MkdirAll(home, 0o755); err != nil {
 		return "", err
 	}
-	tmp, err := os.CreateTemp(home, ".unpack-*")
-	if err != nil {
-		return "", err
-	}
-	defer os.Remove(tmp.Name()) // fails once renamed
-	_, err = tmp.Write(data)
-	if err := errors.Join(err, tmp.Chmod(0o755), tmp.Sync(), tmp.Close()); err != nil {
+	if err := durable.WriteFile(path, data, 0o755); err != nil {
 		return "", fmt.Errorf("unpack %s: %w", name, err)
 	}
-	return path, os.Rename(tmp.Name(), path)
+	return path, nil
 }
 
 // Open returns the binary's bytes, checked against the manifest.
 func (m Manifest) Open(name string) ([]byte, error) {
 	packed, err := payload.ReadFile("payload/" + name + ".zst")
 	if err != nil {
-		return nil, ErrMissing
+		return nil, errMissing
 	}
 	dec, err := zstd.NewReader(nil)
 	if err != nil {

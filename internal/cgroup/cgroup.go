@@ -242,14 +242,104 @@ func (g *Group) apply(settings []setting) error {
 // LimitMemory changes the memory limit. It fails while more is held than the
 // new limit allows and cannot be given back.
 func (g *Group) LimitMemory(bytes int64) error {
+	if err := g.reclaimTo(bytes); err != nil {
+		return fmt.Errorf("cgroup limit: %w", err)
+	}
+	return g.apply(g.memory(bytes))
+}
+
+// reclaimTo makes room below a lower memory limit on v2, or fails with EBUSY.
+// There the kernel takes any limit, and kills processes when it cannot take
+// back what is above it; v1 refuses such a limit by itself. memory.high is the
+// limit that reclaims and does not kill.
+func (g *Group) reclaimTo(bytes int64) (err error) {
+	if g.host.Version != V2 || bytes == 0 {
+		return nil
+	}
+	if now, err := g.number("memory", "memory.current"); err != nil || now <= bytes {
+		return err
+	}
+	if err := write(g.dir("memory"), "memory.high", strconv.FormatInt(bytes, 10)); err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, write(g.dir("memory"), "memory.high", "max")) }()
+	now, err := g.number("memory", "memory.current")
+	if err == nil && now > bytes {
+		err = fmt.Errorf("%d bytes are held: %w", now, unix.EBUSY)
+	}
+	return err
+}
+
+// memory is the settings for a memory limit, 0 for none, in an order that the
+// kernel takes: on v1 memory may never be above memory and swap together.
+func (g *Group) memory(bytes int64) []setting {
 	s := g.settings(Limits{MemoryBytes: bytes})
-	if g.host.Version == V1 {
-		// Raising, memory and swap together must go first; lowering, last.
-		if now, err := g.number("memory", "memory.limit_in_bytes"); err == nil && now < bytes {
-			slices.Reverse(s)
+	if g.host.Version == V2 {
+		if bytes == 0 {
+			s = []setting{{"memory", "memory.max", "max", false}, {"memory", "memory.swap.max", "max", true}}
+		}
+		return s
+	}
+	if bytes == 0 {
+		s = []setting{{"memory", "memory.limit_in_bytes", "-1", false}, {"memory", "memory.memsw.limit_in_bytes", "-1", true}}
+	}
+	if now, err := g.number("memory", "memory.limit_in_bytes"); err == nil && (now < bytes || bytes == 0) {
+		slices.Reverse(s) // raising
+	}
+	return s
+}
+
+// SetLimits replaces every limit of an existing group and reads them back.
+// Limits that are 0 are taken away. When it fails the earlier limits hold as
+// far as the kernel lets them be restored. It fails with Exhausted when the
+// group holds more memory than the new limit allows.
+func (g *Group) SetLimits(l Limits) error {
+	before, err := g.Limits()
+	if err != nil {
+		return fmt.Errorf("cgroup limits: %w", err)
+	}
+	err = g.rewrite(l)
+	if errors.Is(err, unix.EBUSY) {
+		err = kind.Wrap(kind.Exhausted, err)
+	}
+	if err != nil {
+		if undo := g.rewrite(before); undo != nil {
+			return errors.Join(err, undo)
 		}
 	}
-	return g.apply(s)
+	return err
+}
+
+func (g *Group) rewrite(l Limits) error {
+	if err := g.reclaimTo(l.MemoryBytes); err != nil {
+		return fmt.Errorf("cgroup limit: %w", err)
+	}
+	// Memory first: it is the one that can be refused.
+	s := g.memory(l.MemoryBytes)
+	rest := l
+	rest.MemoryBytes = 0
+	s = append(s, g.settings(rest)...)
+	if l.CPUMillis == 0 {
+		if g.host.Version == V2 {
+			s = append(s, setting{"cpu", "cpu.max", "max", false})
+		} else {
+			s = append(s, setting{"cpu", "cpu.cfs_quota_us", "-1", false})
+		}
+	}
+	if l.PIDs == 0 {
+		s = append(s, setting{"pids", "pids.max", "max", false})
+	}
+	if err := g.apply(s); err != nil {
+		return err
+	}
+	got, err := g.Limits()
+	if err != nil {
+		return fmt.Errorf("cgroup limits: %w", err)
+	}
+	if got != l {
+		return fmt.Errorf("cgroup limits: wrote %+v, read back %+v", l, got)
+	}
+	return nil
 }
 
 type setting struct {

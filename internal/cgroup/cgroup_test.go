@@ -74,8 +74,43 @@ func TestV2Files(t *testing.T) {
 	if err != nil || got != want {
 		t.Errorf("limits = %+v, %v; want %+v", got, err, want)
 	}
-	if b, _ := os.ReadFile(filepath.Join(root, "a-1", "cpu.max")); string(b) != "150000 100000" {
-		t.Errorf("cpu.max = %q", b)
+	file := func(name string) string {
+		t.Helper()
+		b, err := os.ReadFile(filepath.Join(root, "a-1", name))
+		if err != nil {
+			t.Fatal(err)
+		}
+		return string(b)
+	}
+	if got := file("cpu.max"); got != "150000 100000" {
+		t.Errorf("cpu.max = %q", got)
+	}
+
+	set := func(name, text string) {
+		t.Helper()
+		if err := os.WriteFile(filepath.Join(root, "a-1", name), []byte(text), 0o644); err != nil {
+			t.Fatal(err)
+		}
+	}
+	// A file keeps what is behind the new text, so that values here have the
+	// same length as those they replace.
+	set("cpu.max", "max 100000")
+	set("memory.current", "1000")
+	want = Limits{MemoryBytes: 128 << 20, PIDs: 120}
+	if err := g.SetLimits(want); err != nil {
+		t.Fatal(err)
+	}
+	if got, err := g.Limits(); err != nil || got != want || file("cpu.max") != "max 100000" {
+		t.Errorf("limits = %+v, %v, cpu.max %q; want %+v", got, err, file("cpu.max"), want)
+	}
+	// On v2 a limit below what is held would kill: it has to be refused.
+	set("memory.current", "110000000")
+	set("memory.high", "")
+	if err := g.SetLimits(Limits{MemoryBytes: 96 << 20}); !kind.Is(err, kind.Exhausted) {
+		t.Errorf("a limit below what is held: %v, want Exhausted", err)
+	}
+	if got, err := g.Limits(); err != nil || got != want {
+		t.Errorf("after a refused change: %+v, %v; want %+v", got, err, want)
 	}
 }
 
@@ -101,6 +136,14 @@ func TestGroup(t *testing.T) {
 	defer g.Remove()
 	if got, err := g.Limits(); err != nil || got != want {
 		t.Fatalf("limits read back = %+v, %v; want %+v", got, err, want)
+	}
+	for _, want := range []Limits{{CPUMillis: 250, MemoryBytes: 32 << 20, PIDs: 32}, {PIDs: 16}, {}, {CPUMillis: 500, MemoryBytes: 64 << 20, PIDs: 64}} {
+		if err := g.SetLimits(want); err != nil {
+			t.Errorf("SetLimits %+v: %v", want, err)
+		}
+		if got, err := g.Limits(); err != nil || got != want {
+			t.Errorf("limits read back = %+v, %v; want %+v", got, err, want)
+		}
 	}
 	// A parent, a child, and a grandchild made after the move.
 	cmd := exec.Command("sh", "-c", "sleep 60 & read line; sleep 60 & wait")

@@ -1,6 +1,3 @@
-// Package cli is the bivy command. It is a client of the REST interface like
-// any other: where no server runs, the engine that its caller injects is
-// started in this process, and spoken to in the same way.
 package cli
 
 import (
@@ -22,59 +19,62 @@ import (
 	"bivy/internal/kind"
 )
 
-// Exit codes. A command that ran to its end passes its own code through.
+// Exit codes. run, exec and shell return the exit code of the command that ran.
 const (
-	exitFailed        = 1   // bivy could not do it
-	exitUsage         = 2   // the command line is wrong
-	exitNotRun        = 125 // run, exec, shell: bivy could not do it
-	exitNotExecutable = 126 // run, exec: the command cannot be executed
-	exitNotFound      = 127 // run, exec: the command does not exist
-	exitSignal        = 128 // plus the signal that ended the command
+	exitFailed   = 1   // bivy failed
+	exitUsage    = 2   // the command line is wrong
+	exitNotRun   = 125 // run, exec, shell: bivy failed, or the session ended first
+	exitNotFound = 127 // run, exec: the command does not exist; 126, not executable, comes from the server
+	exitSignal   = 128 // plus the number of the signal that ended the command
 )
 
-// Engine is what the command line needs that is not behind the REST
-// interface. Nil functions are commands that this build does not have.
+// Engine holds what the command line needs and the REST interface does not
+// offer. A command whose function is nil fails: the build does not have it.
 type Engine struct {
-	Version client.Version
+	Version client.Version // of this build
 
 	// Serve runs a server until ctx ends. It calls ready once, when the
 	// server listens and takes work.
 	Serve func(ctx context.Context, cfg config.Config, log *slog.Logger, ready func(Listening)) error
 
-	// Local starts the same server without an address, for this process alone.
+	// Local starts the same server without an address, for this process only.
 	Local func(ctx context.Context, cfg config.Config, log *slog.Logger) (*Local, error)
 
-	// Doctor looks at this machine.
+	// ReplaceLostKey makes a new signing key in the data directory of a server that
+	// does not run because its key is missing, and returns it.
+	ReplaceLostKey func(ctx context.Context, cfg config.Config) (client.AuditKey, error)
+
+	// Doctor checks this machine.
 	Doctor func(ctx context.Context, cfg config.Config) (client.Node, error)
 
-	// Bench measures; what it finds is written as it says in docs/performance.md.
+	// Bench measures this machine; docs/performance.md describes its output.
 	Bench func(ctx context.Context, cfg config.Config, b Bench) error
 }
 
-// Listening is where a server can be reached.
+// Listening says where a server can be reached.
 type Listening struct {
-	URL     string
-	KeyFile string // that holds the first admin key; may be empty
+	URL     string // e.g. http://127.0.0.1:7171
+	KeyFile string // file with the first admin key; may be empty
 }
 
 // Local is a server in this process.
 type Local struct {
-	Handler http.Handler
-	Key     string // an admin's
-	// Close ends what the server still does, and lets go of what it holds.
+	Handler http.Handler // of the REST interface
+	Key     string       // API key of role admin
+	// Close ends running work and releases the directories.
 	Close func(ctx context.Context) error
 }
 
-// Bench is what to measure.
+// Bench is the options of a measurement.
 type Bench struct {
 	Suite  string // empty: all
-	OutDir string // for the figures
-	JSON   bool   // figures to Stdout, instead of a table
+	OutDir string // directory for the results; empty: none are kept
+	JSON   bool   // write JSON to Stdout instead of a table
 	Stdout io.Writer
-	Stderr io.Writer
+	Stderr io.Writer // progress
 }
 
-// Streams are the process's own.
+// Streams are the standard streams of the process.
 type Streams struct {
 	In, Out, Err *os.File
 }
@@ -93,6 +93,9 @@ func Main(ctx context.Context, e Engine, args []string, s Streams) int {
 			group(cmd)
 		}
 	}
+	if parent, ok := config.Variable("TRACEPARENT"); ok {
+		ctx = client.WithTraceparent(ctx, parent)
+	}
 	cmd, err := root.ExecuteContextC(ctx)
 	a.path = cmd.CommandPath()
 	if a.close != nil {
@@ -109,17 +112,17 @@ type app struct {
 
 	server, keyFile, configFile, dataDir, output string
 
-	path   string // of the command, e.g. "bivy key create"
-	parsed bool   // the command line was understood
-	failed int    // exit code of failures; 0: exitFailed
-	code   int    // exit code when nothing failed
-	quiet  bool   // the failure has been told
-	close  func() error
+	path   string       // of the command, e.g. "bivy key create"
+	parsed bool         // the command line is right
+	failed int          // exit code of failures; 0: exitFailed
+	code   int          // exit code when nothing failed
+	quiet  bool         // the failure was printed already
+	close  func() error // stops the server in this process; nil: there is none
 }
 
 func (a *app) json() bool { return a.output == "json" }
 
-// exit tells of a failure and picks the exit code.
+// exit prints the error, if any, and returns the exit code.
 func (a *app) exit(err error) int {
 	if err == nil {
 		return a.code
@@ -136,23 +139,24 @@ func (a *app) exit(err error) int {
 		code = a.failed
 	}
 	if !a.quiet {
-		a.complain(err)
+		a.printError(err)
 	}
 	return code
 }
 
-func (a *app) complain(err error) {
+// printError prints an error and its hint.
+func (a *app) printError(err error) {
 	fmt.Fprintf(a.Err, "bivy: %s\n", printable(err.Error()))
 	hint := kind.Hint(err)
 	var e *client.Error
 	if errors.As(err, &e) {
 		if hint = e.Hint; hint == "" {
-			hint = whereIDs(e)
+			hint = lookupHint(e)
 		}
 	}
 	var dial *net.OpError
 	if hint == "" && errors.As(err, &dial) && dial.Op == "dial" {
-		hint = "is the server running? --server and BIVY_SERVER name another one"
+		hint = "is the server running? use --server or BIVY_SERVER for another one"
 	}
 	if hint == "" && (!a.parsed || wrongFlag(err)) {
 		hint = "see " + a.path + " --help"
@@ -162,7 +166,7 @@ func (a *app) complain(err error) {
 	}
 }
 
-// note says something that is neither output nor a failure.
+// note prints a message that is neither output nor an error.
 func (a *app) note(format string, args ...any) {
 	fmt.Fprintln(a.Err, "bivy: "+printable(fmt.Sprintf(format, args...)))
 }
@@ -170,12 +174,12 @@ func (a *app) note(format string, args ...any) {
 func (a *app) root() *cobra.Command {
 	root := &cobra.Command{
 		Use:           "bivy",
-		Short:         "Isolated sessions for agents: created in a moment, ended with a record",
+		Short:         "Run AI agents in isolated sessions, each with a signed record",
 		SilenceErrors: true,
 		SilenceUsage:  true,
 		PersistentPreRunE: func(cmd *cobra.Command, _ []string) error {
 			if a.output != "text" && a.output != "json" {
-				return kind.Errorf(kind.Invalid, "%q; want text or json", a.output).WithField("--output")
+				return kind.Errorf(kind.Invalid, "invalid value %q: must be text or json", a.output).WithField("--output")
 			}
 			a.parsed = true
 			return nil
@@ -185,11 +189,11 @@ func (a *app) root() *cobra.Command {
 	root.SetVersionTemplate("{{.Version}}\n")
 	root.SetHelpCommand(helpCommand())
 	f := root.PersistentFlags()
-	f.StringVar(&a.server, "server", "", "server to use, e.g. http://127.0.0.1:7171 (BIVY_SERVER)")
-	f.StringVar(&a.keyFile, "key-file", "", "file that holds the API key (BIVY_API_KEY holds the key itself)")
-	f.StringVar(&a.configFile, "config", "", "configuration file (BIVY_CONFIG; default "+config.File+")")
-	f.StringVar(&a.dataDir, "data", "", "data directory of this machine's server (default "+config.DefaultDataDir+")")
-	f.StringVarP(&a.output, "output", "o", "text", "text or json")
+	f.StringVar(&a.server, "server", "", "`URL` of the server, e.g. http://127.0.0.1:7171 (default $BIVY_SERVER, else the server of this machine)")
+	f.StringVar(&a.keyFile, "key-file", "", "`FILE` that contains the API key (default the key in $BIVY_API_KEY)")
+	f.StringVar(&a.configFile, "config", "", "configuration `FILE` (default $BIVY_CONFIG, else "+config.File+")")
+	f.StringVar(&a.dataDir, "data", "", "data `DIR` of this machine's server (default "+config.DefaultDataDir+")")
+	f.StringVarP(&a.output, "output", "o", "text", "output `FORMAT`: text or json")
 	root.AddGroup(&cobra.Group{ID: "use", Title: "Sessions:"}, &cobra.Group{ID: "see", Title: "Records and templates:"}, &cobra.Group{ID: "host", Title: "Server:"})
 	add := func(group string, cmds ...*cobra.Command) {
 		for _, c := range cmds {
@@ -209,7 +213,7 @@ func (a *app) version() string {
 
 func (a *app) versionCommand() *cobra.Command {
 	return &cobra.Command{
-		Use: "version", Short: "Say what this bivy is", Args: cobra.NoArgs,
+		Use: "version", Short: "Show the version of bivy", Args: atMost(0),
 		RunE: func(*cobra.Command, []string) error {
 			v := a.engine.Version
 			if v.Go == "" {
@@ -224,8 +228,7 @@ func (a *app) versionCommand() *cobra.Command {
 	}
 }
 
-// loadConfig reads the server's configuration with what the command line
-// changes of it.
+// loadConfig reads the server's configuration. Flags override it.
 func (a *app) loadConfig() (config.Config, error) {
 	path := a.configFile
 	if path == "" {

@@ -29,22 +29,26 @@ import (
 )
 
 func TestMain(m *testing.M) {
-	// What a background job ignores its children would too, and Ctrl-C be
-	// without effect: what is caught is back to its default in them.
+	// Children inherit ignored signals, and a background job ignores SIGINT. A
+	// signal that is caught here has its default action in them.
 	signal.Notify(make(chan os.Signal, 1), syscall.SIGINT, syscall.SIGQUIT, syscall.SIGHUP)
 	testscript.Main(m, map[string]func(){"bivy": func() {
 		os.Exit(Main(context.Background(), testEngine(), os.Args[1:], Streams{In: os.Stdin, Out: os.Stdout, Err: os.Stderr}))
 	}})
 }
 
-// testEngine is a real server on commands of this host.
+// testEngine is a real server whose sessions run commands on this host.
 func testEngine() Engine {
-	backend := func(cfg config.Config) (*apitest.Backend, http.Handler, error) {
-		b := apitest.New(filepath.Join(cfg.DataDir, "sessions"))
-		if err := os.MkdirAll(cfg.SignerDir(), 0o700); err != nil {
-			return nil, nil, err
+	stuck := func(ctx context.Context, name string, _ func(done, total int64, what string)) (bool, error) {
+		if name != "stuck" {
+			return false, nil
 		}
-		if err := os.WriteFile(filepath.Join(cfg.SignerDir(), "signing.pub"), b.PublicKey().Export(), 0o600); err != nil {
+		<-ctx.Done()
+		return true, ctx.Err()
+	}
+	backend := func(ctx context.Context, cfg config.Config) (*apitest.Backend, http.Handler, error) {
+		b, err := apitest.Start(ctx, cfg.DataDir, apitest.Options{Resolve: stuck})
+		if err != nil {
 			return nil, nil, err
 		}
 		h, err := b.Handler()
@@ -52,24 +56,25 @@ func testEngine() Engine {
 	}
 	return Engine{
 		Version: client.Version{Version: "1.2.3", Commit: "abc", Go: "go1", API: "v1"},
-		Local: func(_ context.Context, cfg config.Config, _ *slog.Logger) (*Local, error) {
-			_, h, err := backend(cfg)
+		Local: func(ctx context.Context, cfg config.Config, _ *slog.Logger) (*Local, error) {
+			b, h, err := backend(ctx, cfg)
 			if err != nil {
 				return nil, err
 			}
 			return &Local{Handler: h, Key: apitest.AdminSecret, Close: func(context.Context) error {
-				left, err := os.ReadDir(filepath.Join(cfg.DataDir, "sessions"))
-				if err == nil && len(left) > 0 {
-					return fmt.Errorf("%d sessions were left behind", len(left))
+				left, err := b.Left()
+				if err == nil && left > 0 {
+					err = fmt.Errorf("%d sessions were left behind", left)
 				}
-				return nil
+				return errors.Join(err, b.Close())
 			}}, nil
 		},
-		Serve: func(ctx context.Context, cfg config.Config, log *slog.Logger, ready func(Listening)) error {
-			_, h, err := backend(cfg)
+		Serve: func(ctx context.Context, cfg config.Config, log *slog.Logger, ready func(Listening)) (err error) {
+			b, h, err := backend(ctx, cfg)
 			if err != nil {
 				return err
 			}
+			defer func() { err = errors.Join(err, b.Close()) }()
 			tlsConfig, err := cfg.TLS()
 			if err != nil {
 				return err
@@ -124,14 +129,14 @@ func TestScripts(t *testing.T) {
 			return err
 		},
 		Cmds: map[string]func(*testscript.TestScript, bool, []string){
-			// serving waits until the server that was started is announced.
+			// serving waits until a server has announced its address.
 			"serving": func(ts *testscript.TestScript, _ bool, _ []string) {
 				waitFor(func() bool {
 					_, ok, err := config.Find(ts.MkAbs("run"))
 					return ok && err == nil
 				}, func() { ts.Fatalf("no server was announced") })
 			},
-			// capture sets a variable to the last standard output.
+			// capture NAME sets a variable to the last standard output.
 			"capture": func(ts *testscript.TestScript, _ bool, args []string) {
 				ts.Setenv(args[0], strings.TrimSpace(ts.ReadFile("stdout")))
 			},
@@ -143,7 +148,7 @@ func TestScripts(t *testing.T) {
 				ts.Setenv("HOSTPORT", strings.TrimPrefix(r.URL, "http://"))
 				ts.Setenv("LOCAL", strings.Replace(r.URL, "127.0.0.1", "localhost", 1))
 			},
-			// status wants an exit code of the command after it.
+			// status CODE COMMAND… runs a command and checks its exit code.
 			"status": func(ts *testscript.TestScript, _ bool, args []string) {
 				err := ts.Exec(args[1], args[2:]...)
 				var ee *exec.ExitError
@@ -157,11 +162,11 @@ func TestScripts(t *testing.T) {
 					ts.Fatalf("exit code %s, want %s", got, args[0])
 				}
 			},
-			// edit replaces text in a file.
+			// edit FILE OLD NEW replaces text in a file.
 			"edit": func(ts *testscript.TestScript, _ bool, args []string) {
 				text := ts.ReadFile(args[0])
 				if !strings.Contains(text, args[1]) {
-					ts.Fatalf("%s does not hold %q", args[0], args[1])
+					ts.Fatalf("%s does not contain %q", args[0], args[1])
 				}
 				ts.Check(os.WriteFile(ts.MkAbs(args[0]), []byte(strings.Replace(text, args[1], args[2], 1)), 0o600))
 			},
@@ -169,7 +174,7 @@ func TestScripts(t *testing.T) {
 	})
 }
 
-// waitFor asks until it is so, for what other processes do and tell nobody.
+// waitFor polls until ok, for changes by other processes that send no event.
 func waitFor(ok func() bool, late func()) {
 	deadline := time.NewTimer(10 * time.Second)
 	defer deadline.Stop()
@@ -185,7 +190,8 @@ func waitFor(ok func() bool, late func()) {
 	}
 }
 
-// bivy prepares this test binary to run as bivy in a directory of its own.
+// bivy returns a command that runs this test binary as bivy, in a directory of its
+// own.
 func bivy(t *testing.T, args ...string) *exec.Cmd {
 	t.Helper()
 	dir := t.TempDir()
@@ -230,8 +236,8 @@ func TestRunSignals(t *testing.T) {
 	}
 }
 
-// TestRunInsist gives up a command that takes no signal.
-func TestRunInsist(t *testing.T) {
+// TestThirdSignalEndsRun: a command that ignores signals does not keep bivy.
+func TestThirdSignalEndsRun(t *testing.T) {
 	cmd := bivy(t, "run", "--", "sh", "-c", "trap '' INT; echo ready; while :; do sleep 0.02; done")
 	var errs bytes.Buffer
 	cmd.Stderr = &errs
@@ -266,8 +272,8 @@ func TestRunInsist(t *testing.T) {
 	}
 }
 
-// TestInterruptedCreate gives up before there is a command.
-func TestInterruptedCreate(t *testing.T) {
+// TestSignalDuringCreate ends bivy before there is a command.
+func TestSignalDuringCreate(t *testing.T) {
 	cmd := bivy(t, "run", "--template", "stuck", "--", "true")
 	var errs bytes.Buffer
 	cmd.Stderr = &errs
@@ -281,7 +287,7 @@ func TestInterruptedCreate(t *testing.T) {
 	for {
 		select {
 		case err := <-done:
-			// Before it had taken over, the signal ended the program itself.
+			// -1: the signal arrived before bivy handled it.
 			if code := cmd.ProcessState.ExitCode(); code != 143 && code != -1 {
 				t.Errorf("exit code %d (%v), stderr %q; want 143", code, err, errs.String())
 			}
@@ -357,7 +363,7 @@ func TestShell(t *testing.T) {
 			case s := <-out:
 				seen.WriteString(s)
 			case <-late:
-				t.Fatalf("the terminal never showed %q, but %q", want, seen.String())
+				t.Fatalf("%q did not appear on the terminal; it shows %q", want, seen.String())
 			}
 		}
 	}
@@ -367,7 +373,7 @@ func TestShell(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	// until types again and again until want shows.
+	// until repeats typed until want appears.
 	until := func(want, typed string) {
 		t.Helper()
 		late := time.After(10 * time.Second)
@@ -380,7 +386,7 @@ func TestShell(t *testing.T) {
 			case <-again.C:
 				send(typed)
 			case <-late:
-				t.Fatalf("the terminal never showed %q, but %q", want, seen.String())
+				t.Fatalf("%q did not appear on the terminal; it shows %q", want, seen.String())
 			}
 		}
 	}
@@ -390,11 +396,11 @@ func TestShell(t *testing.T) {
 	if err := pty.Setsize(master, &pty.Winsize{Cols: 132, Rows: 50}); err != nil {
 		t.Fatal(err)
 	}
-	until("50 132", "stty size\n") // the size travels beside the input
+	until("50 132", "stty size\n") // the size may arrive after the input
 	send("echo rea''dy; cat\n")
 	expect("ready\r\n")
-	// It goes to the command inside, and takes what is typed at that moment with
-	// it; before cat has been executed, it goes to a shell that takes no notice.
+	// Ctrl-C interrupts cat and discards typed input. While the shell has not
+	// executed cat yet it has no effect, so it is repeated.
 	until("three-42", "\x03\necho three-$((20+22))\n")
 	ended := make(chan error, 1)
 	go func() { ended <- cmd.Wait() }()

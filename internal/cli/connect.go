@@ -21,15 +21,15 @@ import (
 	"bivy/internal/kind"
 )
 
-// where says who serves a command.
+// where says which server a command may use.
 type where uint8
 
 const (
-	anywhere where = iota // a server, or else this process
-	onServer              // a server only: what it makes must outlive this process
+	anywhere where = iota // any, or a new one in this process
+	onServer              // one that runs already: the result must outlive this process
 )
 
-// connect finds the server: --server or BIVY_SERVER, the person's own
+// connect finds the server: the one of --server or BIVY_SERVER, of the user's
 // settings, the one that runs on this machine, and last this process itself.
 func (a *app) connect(ctx context.Context, w where) (*client.Client, error) {
 	own, err := config.LoadClient()
@@ -50,11 +50,11 @@ func (a *app) connect(ctx context.Context, w where) (*client.Client, error) {
 	if keyFile == "" {
 		keyFile = own.KeyFile
 	}
-	patience := time.Duration(0)
+	grace := time.Duration(0)
 	if at == "" && w == onServer {
-		patience = startPatience
+		grace = startTimeout
 	}
-	running, alive, err := a.find(ctx, cfg.RunDir, at == "", patience)
+	running, alive, err := a.find(ctx, cfg.RunDir, at == "", grace)
 	if err != nil {
 		return nil, err
 	}
@@ -62,16 +62,17 @@ func (a *app) connect(ctx context.Context, w where) (*client.Client, error) {
 		return nil, err
 	}
 	if alive && (at == "" || sameServer(at, running.URL)) {
-		// One of several names is where its key is known, and certainly it.
+		// The URL may be another name of the server of this machine: use the one
+		// that it announced, whose key file is known.
 		at = running.URL
 		if a.dataDir != "" && running.DataDir != "" && filepath.Clean(a.dataDir) != filepath.Clean(running.DataDir) {
-			return nil, kind.Errorf(kind.Conflict, "the server that runs here uses %s, not %s", running.DataDir, a.dataDir).
-				WithHint("leave --data out, or choose another run_dir")
+			return nil, kind.Errorf(kind.Conflict, "the server on this machine uses %s, not %s", running.DataDir, a.dataDir).
+				WithHint("omit --data, or set another run_dir")
 		}
 	}
 	if at == "" {
 		if w == onServer {
-			return nil, kind.Errorf(kind.Unavailable, "no server runs here and none was named").
+			return nil, kind.Errorf(kind.Unavailable, "no server is running on this machine and none was specified").
 				WithHint("start one with: bivy serve")
 		}
 		return a.local(ctx, cfg)
@@ -94,20 +95,20 @@ func (a *app) connect(ctx context.Context, w where) (*client.Client, error) {
 		}
 	}
 	if err != nil {
-		return nil, kind.Errorf(kind.Unauthentic, "API key: %w", err).WithHint("set BIVY_API_KEY, or name a file with --key-file")
+		return nil, kind.Errorf(kind.Unauthentic, "API key: %w", err).WithHint("set BIVY_API_KEY, or use --key-file FILE")
 	}
 	return client.New(client.Options{URL: at, Key: key, UserAgent: "bivy/" + a.engine.Version.Version})
 }
 
-// startPatience is how long a command that needs a server waits for the first
-// sign of one.
-const startPatience = 500 * time.Millisecond
+// startTimeout is how long a command that needs a server waits for one that may
+// just have been started.
+const startTimeout = 500 * time.Millisecond
 
-// find looks for the server of this machine. While a process that is not
-// announced uses the run directory, that may be a server which is starting.
-// One that was started just now may not use it yet, which is what patience is
-// for.
-func (a *app) find(ctx context.Context, runDir string, wait bool, patience time.Duration) (config.Running, bool, error) {
+// find returns the server of this machine. A process that has locked the run
+// directory and announced no address may be a server that is starting: with wait,
+// find waits for it. It also waits for grace, for a server that has not locked
+// the directory yet.
+func (a *app) find(ctx context.Context, runDir string, wait bool, grace time.Duration) (config.Running, bool, error) {
 	began := time.Now()
 	ctx, cancel := context.WithTimeout(ctx, config.LockPatience)
 	defer cancel()
@@ -115,7 +116,7 @@ func (a *app) find(ctx context.Context, runDir string, wait bool, patience time.
 	defer tick.Stop()
 	for {
 		running, alive, err := config.Find(runDir)
-		if err != nil || alive || !wait || !config.Held(runDir) && time.Since(began) >= patience {
+		if err != nil || alive || !wait || !config.Held(runDir) && time.Since(began) >= grace {
 			return running, alive, err
 		}
 		select {
@@ -129,7 +130,7 @@ func (a *app) find(ctx context.Context, runDir string, wait bool, patience time.
 	}
 }
 
-// serverURL takes HOST:PORT for http.
+// serverURL checks a URL. HOST:PORT means http.
 func serverURL(s string) (string, error) {
 	if s == "" {
 		return "", nil
@@ -139,13 +140,13 @@ func serverURL(s string) (string, error) {
 	}
 	u, err := url.Parse(s)
 	if err != nil || u.Host == "" || u.Scheme != "http" && u.Scheme != "https" {
-		return "", kind.Errorf(kind.Invalid, "%.200q; want a URL such as http://127.0.0.1:7171", s).WithField("--server")
+		return "", kind.Errorf(kind.Invalid, "invalid value %.200q: must be a URL such as http://127.0.0.1:7171", s).WithField("--server")
 	}
 	return s, nil
 }
 
-// sameServer reports whether two URLs are one server of this machine. The
-// name localhost counts as the address that is served.
+// sameServer reports whether two URLs are the same server of this machine, where
+// localhost is any loopback address.
 func sameServer(asked, served string) bool {
 	a, err1 := url.Parse(asked)
 	s, err2 := url.Parse(served)
@@ -156,21 +157,21 @@ func sameServer(asked, served string) bool {
 	return a.Hostname() == s.Hostname() || strings.EqualFold(a.Hostname(), "localhost") && ip != nil && ip.IsLoopback()
 }
 
-// How long this process waits for its own engine: for requests in progress,
-// and then for what has to be ended. Requests that hang must not take the time
-// of the second.
+// How long this process waits for the server in it: for requests in progress, and
+// then for sessions to end. The two are separate, so that a request that hangs
+// leaves time for the second.
 const (
-	requestPatience = 30 * time.Second
-	closePatience   = 2 * time.Minute
+	requestTimeout = 30 * time.Second
+	closeTimeout   = 2 * time.Minute
 )
 
-// local starts the engine in this process and speaks to it over socket pairs,
-// which have no name that another process could use.
+// local starts a server in this process and returns a client that connects to it
+// through socket pairs, which no other process can open.
 func (a *app) local(ctx context.Context, cfg config.Config) (*client.Client, error) {
 	if a.engine.Local == nil {
-		return nil, kind.Errorf(kind.Unavailable, "no server runs here and none was named").WithHint("start one with: bivy serve")
+		return nil, kind.Errorf(kind.Unavailable, "no server is running on this machine and none was specified").WithHint("start one with: bivy serve")
 	}
-	// The engine must outlive a cancelled ctx, to end what it has begun.
+	// The server must outlive a cancelled ctx, to end the sessions it has created.
 	life := context.WithoutCancel(ctx)
 	cfg.LogLevel = "error"
 	log, err := cfg.Logger(a.Err)
@@ -186,16 +187,16 @@ func (a *app) local(ctx context.Context, cfg config.Config) (*client.Client, err
 	served := make(chan error, 1)
 	go func() { served <- srv.Serve(pairs) }() // ends with Shutdown below
 	a.close = func() error {
-		quiet, cancel := context.WithTimeout(life, requestPatience)
+		quiet, cancel := context.WithTimeout(life, requestTimeout)
 		defer cancel()
 		err := srv.Shutdown(quiet)
 		if err != nil {
-			err = errors.Join(err, srv.Close()) // requests that go on for ever are cut
+			err = errors.Join(err, srv.Close()) // close what has not finished
 		}
 		if e := <-served; !errors.Is(e, http.ErrServerClosed) {
 			err = errors.Join(err, e)
 		}
-		end, cancel := context.WithTimeout(life, closePatience)
+		end, cancel := context.WithTimeout(life, closeTimeout)
 		defer cancel()
 		return errors.Join(err, l.Close(end))
 	}
@@ -208,7 +209,7 @@ func (a *app) local(ctx context.Context, cfg config.Config) (*client.Client, err
 		}}})
 }
 
-// pairs is a listener whose other side is in this process.
+// pairs is a listener for connections from this process.
 type pairs struct {
 	conns chan net.Conn
 	done  chan struct{}
@@ -240,7 +241,7 @@ func (p *pairs) dial(ctx context.Context, _, _ string) (net.Conn, error) {
 
 func fileConn(fd int) (net.Conn, error) {
 	f := os.NewFile(uintptr(fd), "socketpair")
-	defer f.Close() // FileConn has its own copy
+	defer f.Close() // FileConn duplicates the descriptor
 	return net.FileConn(f)
 }
 

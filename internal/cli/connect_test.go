@@ -1,30 +1,34 @@
 package cli
 
 import (
+	"fmt"
 	"os"
+	"sync"
 	"testing"
 
-	"golang.org/x/sys/unix"
-
 	"bivy/internal/config"
+	"bivy/internal/dirlock"
 	"bivy/internal/kind"
 )
 
-// TestFind waits for what uses the run directory to serve, or to let go.
+// TestFind waits until the process that has locked the run directory announces an
+// address or unlocks it.
 func TestFind(t *testing.T) {
-	for name, serves := range map[string]bool{"serves": true, "lets go": false} {
+	for name, serves := range map[string]bool{"serves": true, "unlocks": false} {
 		t.Run(name, func(t *testing.T) {
 			dir := t.TempDir()
-			lock, err := os.Create(config.LockPath(dir))
+			lock, err := dirlock.Acquire(dir)
 			if err != nil {
 				t.Fatal(err)
 			}
-			defer lock.Close()
-			if err := unix.Flock(int(lock.Fd()), unix.LOCK_EX); err != nil {
-				t.Fatal(err)
-			}
+			unlock := sync.OnceValue(lock.Close)
+			defer func() {
+				if err := unlock(); err != nil {
+					t.Error(err)
+				}
+			}()
 			if !config.Held(dir) {
-				t.Fatal("nobody holds it")
+				t.Fatal("it is not locked")
 			}
 			found := make(chan error, 1)
 			var r config.Running
@@ -38,7 +42,7 @@ func TestFind(t *testing.T) {
 				if _, err := config.Announce(dir, config.Running{URL: "http://127.0.0.1:1"}); err != nil {
 					t.Fatal(err)
 				}
-			} else if err := unix.Flock(int(lock.Fd()), unix.LOCK_UN); err != nil {
+			} else if err := unlock(); err != nil {
 				t.Fatal(err)
 			}
 			if err := <-found; err != nil || alive != serves || serves && r.URL != "http://127.0.0.1:1" {
@@ -48,18 +52,27 @@ func TestFind(t *testing.T) {
 	}
 }
 
-// TestHeld tells who is in the way.
+// TestHeld names the process that has locked a run directory.
 func TestHeld(t *testing.T) {
 	dir := t.TempDir()
 	if config.Held(dir) {
-		t.Error("a directory that nobody ever used is held")
+		t.Error("an unused directory is locked")
 	}
-	if err := os.WriteFile(config.LockPath(dir), []byte("1\n"), 0o600); err != nil {
+	lock, err := dirlock.Acquire(dir)
+	if err != nil {
 		t.Fatal(err)
 	}
-	err := config.HeldError(dir)
-	if want := "another bivy (process 1) uses " + dir; err.Error() != want || !kind.Is(err, kind.Conflict) || kind.Hint(err) == "" {
-		t.Errorf("%v, hint %q", err, kind.Hint(err))
+	defer func() {
+		if err := lock.Close(); err != nil {
+			t.Error(err)
+		}
+	}()
+	if !config.Held(dir) {
+		t.Error("a locked directory is not")
+	}
+	err = config.HeldError(dir)
+	if want := fmt.Sprintf("run directory %s is in use by process %d", dir, os.Getpid()); err.Error() != want || !kind.Is(err, kind.Conflict) || kind.Hint(err) == "" {
+		t.Errorf("%v, hint %q; want %s", err, kind.Hint(err), want)
 	}
 }
 
@@ -84,6 +97,6 @@ func TestServerURL(t *testing.T) {
 		}
 	}
 	if sameServer("http://localhost:7171", "http://192.0.2.1:7171") {
-		t.Error("localhost is taken for another machine")
+		t.Error("localhost is treated as another machine")
 	}
 }

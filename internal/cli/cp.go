@@ -24,12 +24,12 @@ func (a *app) cpCommand() *cobra.Command {
 		Use:   "cp SRC DST",
 		Short: "Copy files and directories into a session or out of it",
 		Long: `Copy files and directories into a session or out of it. One of SRC and DST is
-SESSION:PATH, the other a path of this machine. A destination that is a
-directory gets the source inside it.
+SESSION:PATH, the other one a path of this machine. If DST is a directory, SRC is
+copied into it.
 
-Only regular files and directories are copied; anything else is named on
-stderr and left out. Nothing is written outside the destination, whatever the
-names in a session are.`,
+Only regular files and directories are copied; other files are skipped with a
+message on stderr. Nothing is written outside DST, even if the session contains
+unusual names.`,
 		Example: "  bivy cp data.csv h2k…:/home/user/data.csv\n  bivy cp h2k…:/home/user/out ./results",
 		Args:    want(false, "SRC", "DST"),
 		RunE: func(cmd *cobra.Command, args []string) error {
@@ -37,7 +37,7 @@ names in a session are.`,
 			toID, to, toSession := splitRemote(args[1])
 			if fromSession == toSession {
 				a.parsed = false
-				return kind.Errorf(kind.Invalid, "one of SRC and DST must be SESSION:PATH, and only one")
+				return kind.Errorf(kind.Invalid, "exactly one of SRC and DST must be SESSION:PATH")
 			}
 			c, err := a.connect(cmd.Context(), onServer)
 			if err != nil {
@@ -51,8 +51,8 @@ names in a session are.`,
 	}
 }
 
-// splitRemote takes SESSION:PATH apart. What does not begin with a session's
-// id is a path of this machine, colon or not.
+// splitRemote splits SESSION:PATH. An argument that does not begin with the id of
+// a session is a path of this machine, even with a colon.
 func splitRemote(s string) (id, p string, ok bool) {
 	id, p, found := strings.Cut(s, ":")
 	if !found {
@@ -67,26 +67,27 @@ func splitRemote(s string) (id, p string, ok bool) {
 	return id, p, true
 }
 
-// transfer is one copy of a tree.
+// transfer is one run of cp.
 type transfer struct {
 	a       *app
-	ctx     context.Context // of the one call that made it
+	ctx     context.Context // of the call that made it
 	s       *client.Session
 	root    *os.Root // of the local side
 	m       *meter
-	total   int64
-	skipped int
-	// executable files that were copied in: a written file has no mode, so
-	// that has to be said after.
+	total   int64 // bytes to copy; 0: not known
+	skipped int   // files that were not copied
+	// executable are the executable files that were copied into the session.
+	// WriteFile sets no mode, so this is done afterwards.
 	executable []string
 }
 
+// skip reports a file that is not copied.
 func (t *transfer) skip(name, why string) {
 	t.skipped++
-	t.a.note("left out: %q: %s", name, why)
+	t.a.note("skipped %q: %s", name, why)
 }
 
-// counted tells the meter what passes.
+// counted is a reader that moves the progress bar.
 type counted struct {
 	io.Reader
 	t    *transfer
@@ -141,7 +142,7 @@ func (a *app) upload(ctx context.Context, s *client.Session, src, dst string) er
 	return t.markExecutable()
 }
 
-// measure adds up what is to be copied, for the bar alone.
+// measure returns the bytes below dir, for the progress bar.
 func (t *transfer) measure(dir string) int64 {
 	var n int64
 	entries, err := t.list(dir)
@@ -215,7 +216,7 @@ func (t *transfer) putFile(name, dst string) error {
 	return nil
 }
 
-// markExecutable sets the mode that a written file cannot be given.
+// markExecutable sets the execute permission of the executable files.
 func (t *transfer) markExecutable() error {
 	const batch = 500
 	for len(t.executable) > 0 {
@@ -223,7 +224,7 @@ func (t *transfer) markExecutable() error {
 		argv := []string{"chmod", "+x", "--"}
 		for _, p := range t.executable[:n] {
 			if !utf8.ValidString(p) {
-				t.a.note("%q is executable here and not in the session: its name is not UTF-8", p)
+				t.a.note("%q is not executable in the session: its name is not UTF-8", p)
 				continue
 			}
 			argv = append(argv, p)
@@ -231,10 +232,10 @@ func (t *transfer) markExecutable() error {
 		t.executable = t.executable[n:]
 		res, err := t.s.Run(t.ctx, client.Command{Argv: argv})
 		if err != nil {
-			return fmt.Errorf("mark what was copied as executable: %w", err)
+			return fmt.Errorf("set the execute permission of copied files: %w", err)
 		}
 		if res.Status() != 0 {
-			t.a.note("what was copied could not be marked as executable: %s", strings.TrimSpace(string(res.Stderr)))
+			t.a.note("set the execute permission of copied files: %s", strings.TrimSpace(string(res.Stderr)))
 		}
 	}
 	return nil
@@ -248,7 +249,7 @@ func (a *app) download(ctx context.Context, s *client.Session, src, dst string) 
 	if fi, err := os.Stat(dst); err == nil && fi.IsDir() {
 		name := path.Base(info.ExactPath())
 		if !localName(name) {
-			return kind.Errorf(kind.Invalid, "%q has no name that a file could have here", src).WithHint("name the destination")
+			return kind.Errorf(kind.Invalid, "%q has no name that is valid on this machine", src).WithHint("specify a file name as DST")
 		}
 		dst = filepath.Join(dst, name)
 	}
@@ -277,11 +278,11 @@ func (a *app) download(ctx context.Context, s *client.Session, src, dst string) 
 	case client.RegularFile:
 		return t.getFile(info, name)
 	default:
-		return kind.Errorf(kind.Invalid, "%s in the session is not a regular file or a directory, but: %s", src, info.Type)
+		return kind.Errorf(kind.Invalid, "%s in the session is neither a regular file nor a directory: its type is %s", src, info.Type)
 	}
 }
 
-// localName reports whether a name from a session may be one here.
+// localName reports whether a name from a session is a file name without a path.
 func localName(name string) bool {
 	return name != "" && name != "." && name != ".." && !strings.ContainsAny(name, "/\x00")
 }
@@ -295,7 +296,7 @@ func (t *transfer) getDir(src, dst string) error {
 		p := info.ExactPath()
 		name := path.Base(p)
 		if !localName(name) || path.Dir(p) != path.Clean(src) {
-			return kind.Errorf(kind.Invalid, "the session lists %q in %q, which cannot be", p, src)
+			return kind.Errorf(kind.Invalid, "the session returned a file %q that is not in %q", p, src)
 		}
 		to := filepath.Join(dst, name)
 		switch info.Type {
@@ -316,8 +317,8 @@ func (t *transfer) getDir(src, dst string) error {
 	return nil
 }
 
-// getFile writes beside the destination and then takes its place, so that
-// what is there is never half of it.
+// getFile writes a file next to the destination and then renames it, so that the
+// destination is never incomplete.
 func (t *transfer) getFile(info client.FileInfo, dst string) (err error) {
 	r, _, err := t.s.ReadFile(t.ctx, info.ExactPath(), client.FileOptions{})
 	if err != nil {

@@ -14,7 +14,7 @@ import (
 	"bivy/internal/kind"
 )
 
-// printable makes text from elsewhere harmless to a terminal.
+// printable replaces characters that a terminal could act on.
 func printable(s string) string {
 	return strings.Map(func(r rune) rune {
 		if r == '\n' || r == '\t' || unicode.IsPrint(r) {
@@ -24,7 +24,7 @@ func printable(s string) string {
 	}, s)
 }
 
-// oneLine is printable on one line.
+// oneLine is printable without line breaks and tabs.
 func oneLine(s string) string {
 	return strings.Map(func(r rune) rune {
 		if r == '\n' || r == '\t' {
@@ -41,14 +41,14 @@ func (a *app) printJSON(v any) error {
 	return enc.Encode(v)
 }
 
-// printJSONLine is for output that has no end.
+// printJSONLine prints one line, for output that is a stream.
 func (a *app) printJSONLine(v any) error {
 	enc := json.NewEncoder(a.Out)
 	enc.SetEscapeHTML(false)
 	return enc.Encode(v)
 }
 
-// table prints rows of columns.
+// table prints rows with aligned columns.
 func table(w io.Writer, rows ...[]string) error {
 	tw := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
 	for _, r := range rows {
@@ -60,7 +60,8 @@ func table(w io.Writer, rows ...[]string) error {
 	return tw.Flush()
 }
 
-func size(n int64) string {
+// formatSize formats a number of bytes.
+func formatSize(n int64) string {
 	const unit = 1024
 	if n < unit {
 		return fmt.Sprintf("%d B", n)
@@ -73,11 +74,11 @@ func size(n int64) string {
 	return fmt.Sprintf("%.1f %ciB", f, "KMGTP"[i])
 }
 
-// span shows a duration in the unit that fits.
-func span(d time.Duration) string {
+// formatDuration formats a duration in the largest unit that fits.
+func formatDuration(d time.Duration) string {
 	switch {
 	case d < 0:
-		return "-" + span(-d)
+		return "-" + formatDuration(-d)
 	case d < time.Millisecond:
 		return fmt.Sprintf("%d µs", d.Microseconds())
 	case d < time.Second:
@@ -94,7 +95,8 @@ func span(d time.Duration) string {
 	return fmt.Sprintf("%.0f d", d.Hours()/24)
 }
 
-func when(t time.Time) string {
+// formatTime formats a time; "-" for the zero time.
+func formatTime(t time.Time) string {
 	if t.IsZero() {
 		return "-"
 	}
@@ -105,7 +107,7 @@ func when(t time.Time) string {
 func parseCPU(s string) (int64, error) {
 	f, err := strconv.ParseFloat(s, 64)
 	if err != nil || f <= 0 || f > 1e6 || math.IsNaN(f) {
-		return 0, kind.Errorf(kind.Invalid, "%q; want a number of cores, e.g. 2 or 0.5", s).WithField("--cpu")
+		return 0, kind.Errorf(kind.Invalid, "invalid value %q: must be a number of cores, e.g. 2 or 0.5", s).WithField("--cpu")
 	}
 	return int64(math.Round(f * 1000)), nil
 }
@@ -117,11 +119,11 @@ func parseMiB(flag, s string) (int64, error) {
 	factor, ok := map[string]float64{"": 1, "K": 1.0 / 1024, "M": 1, "G": 1024, "T": 1024 * 1024}[unit]
 	f, err := strconv.ParseFloat(digits, 64)
 	if err != nil || !ok || f <= 0 || math.IsInf(f, 0) {
-		return 0, kind.Errorf(kind.Invalid, "%q; want a size, e.g. 512, 512M or 2G", s).WithField(flag)
+		return 0, kind.Errorf(kind.Invalid, "invalid value %q: must be a size, e.g. 512M or 2G", s).WithField(flag)
 	}
 	mib := f * factor
 	if mib != math.Trunc(mib) || mib > 1<<40 {
-		return 0, kind.Errorf(kind.Invalid, "%q; want whole MiB", s).WithField(flag)
+		return 0, kind.Errorf(kind.Invalid, "invalid value %q: must be a whole number of MiB", s).WithField(flag)
 	}
 	return int64(mib), nil
 }
@@ -136,13 +138,13 @@ func parseSeconds(flag, s string) (int64, error) {
 		}
 	}
 	if err != nil || d <= 0 || d%time.Second != 0 {
-		return 0, kind.Errorf(kind.Invalid, "%q; want whole seconds, e.g. 90, 90s or 5m", s).WithField(flag)
+		return 0, kind.Errorf(kind.Invalid, "invalid value %q: must be a duration in whole seconds, e.g. 90s or 5m", s).WithField(flag)
 	}
 	return int64(d / time.Second), nil
 }
 
-// parsePairs reads KEY=VALUE texts. With lookup, KEY alone takes the value
-// from there.
+// parsePairs reads KEY=VALUE texts. With lookup, the value of a KEY alone comes
+// from it.
 func parsePairs(flag string, texts []string, lookup func(string) (string, bool)) (map[string]string, error) {
 	if len(texts) == 0 {
 		return nil, nil
@@ -152,11 +154,11 @@ func parsePairs(flag string, texts []string, lookup func(string) (string, bool))
 		k, v, ok := strings.Cut(t, "=")
 		if !ok && lookup != nil && k != "" {
 			if v, ok = lookup(k); !ok {
-				return nil, kind.Errorf(kind.Invalid, "%q is not set here", k).WithField(flag).WithHint("give a value: %s %s=VALUE", flag, k)
+				return nil, kind.Errorf(kind.Invalid, "%q is not set in this environment", k).WithField(flag).WithHint("set a value: %s %s=VALUE", flag, k)
 			}
 		}
 		if !ok || k == "" {
-			return nil, kind.Errorf(kind.Invalid, "%.100q; want KEY=VALUE", t).WithField(flag)
+			return nil, kind.Errorf(kind.Invalid, "invalid value %.100q: must be KEY=VALUE", t).WithField(flag)
 		}
 		out[k] = v
 	}

@@ -16,6 +16,7 @@ import (
 	"bivy/internal/kind"
 )
 
+// missing is the error of a command that this build does not have.
 func (a *app) missing(what string) error {
 	return kind.Errorf(kind.Invalid, "this build of bivy has no %s", what)
 }
@@ -23,12 +24,14 @@ func (a *app) missing(what string) error {
 func (a *app) serveCommand() *cobra.Command {
 	var listen, driver, runDir string
 	cmd := &cobra.Command{
-		Use: "serve [flags]", Short: "Run the server of this machine", Args: cobra.NoArgs,
-		Long: `Run the server of this machine, until SIGINT or SIGTERM. Sessions live on without
-it and are taken back when it starts again.
+		Use: "serve [flags]", Short: "Run the server of this machine", Args: atMost(0),
+		Long: `Run the server of this machine until SIGINT or SIGTERM. Sessions continue to run
+without it, and the next server takes them over.
 
-The first start writes an admin's API key to a file that only its owner can
-read. The command line finds server and key by itself on the same machine.`,
+The first start writes an API key of role admin to a file that only its owner
+can read. On the same machine the command line finds server and key by itself.
+
+Flags override the configuration file.`,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if a.engine.Serve == nil {
 				return a.missing("server")
@@ -52,9 +55,9 @@ read. The command line finds server and key by itself on the same machine.`,
 		},
 	}
 	f := cmd.Flags()
-	f.StringVar(&listen, "listen", "", "HOST:PORT (default "+config.DefaultListen+")")
-	f.StringVar(&runDir, "run", "", "directory for what need not survive a reboot (default "+config.DefaultRunDir+")")
-	f.StringVar(&driver, "driver", "", "how sandboxes are isolated (default "+config.DefaultDriver+")")
+	f.StringVar(&listen, "listen", "", "`HOST:PORT` to listen on (default "+config.DefaultListen+")")
+	f.StringVar(&runDir, "run", "", "`DIR` for files that need not survive a reboot (default "+config.DefaultRunDir+")")
+	f.StringVar(&driver, "driver", "", "`NAME` of the driver that isolates sandboxes (default "+config.DefaultDriver+")")
 	return cmd
 }
 
@@ -79,12 +82,12 @@ func (a *app) serve(ctx context.Context, cfg config.Config) (err error) {
 	return errors.Join(err, an.end())
 }
 
-// announcement is made by the server when it is ready, on a goroutine of its
-// own choice, and taken back when it has stopped.
+// announcement is the file that says where the server is. It is written when the
+// server is ready, from any goroutine, and removed when the server has stopped.
 type announcement struct {
 	mu       sync.Mutex
-	over     bool
-	withdraw func() error
+	over     bool         // the server has stopped
+	withdraw func() error // removes the file; nil: there is none
 	err      error
 }
 
@@ -110,9 +113,11 @@ func (n *announcement) end() error {
 
 func (a *app) doctorCommand() *cobra.Command {
 	return &cobra.Command{
-		Use: "doctor", Short: "Say what this machine has and what that enables or forbids", Args: cobra.NoArgs,
-		Long: `Say what this machine has and what that enables or forbids. With --server it
-asks about that server's machine. Exit codes: 0 nothing has failed; 1 otherwise.`,
+		Use: "doctor", Short: "Check what this machine has and what that enables or forbids", Args: atMost(0),
+		Long: `Check what this machine has and what that enables or forbids. With --server,
+show what that server found on its machine.
+
+Exit codes: 0 no check failed; 1 otherwise.`,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			var n client.Node
 			if a.server != "" {
@@ -167,7 +172,7 @@ func (a *app) printNode(n client.Node) error {
 func (a *app) benchCommand() *cobra.Command {
 	b := Bench{}
 	cmd := &cobra.Command{
-		Use: "bench [SUITE]", Short: "Measure this machine", Args: cobra.MaximumNArgs(1),
+		Use: "bench [SUITE]", Short: "Measure this machine", Args: atMost(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if a.engine.Bench == nil {
 				return a.missing("bench")
@@ -183,21 +188,21 @@ func (a *app) benchCommand() *cobra.Command {
 			return a.engine.Bench(cmd.Context(), cfg, b)
 		},
 	}
-	cmd.Flags().StringVar(&b.OutDir, "out", "", "directory to write the figures to")
+	cmd.Flags().StringVar(&b.OutDir, "out", "", "`DIR` to write the results to (default none)")
 	return cmd
 }
 
 func (a *app) keyCommand() *cobra.Command {
-	cmd := group(&cobra.Command{Use: "key", Short: "Make, list and revoke API keys"})
+	cmd := group(&cobra.Command{Use: "key", Short: "Create, list and revoke API keys"})
 	var k client.CreateKey
 	var role string
 	create := &cobra.Command{
-		Use: "create", Short: "Make a key and print its secret, this once", Args: cobra.NoArgs,
+		Use: "create", Short: "Create a key and print its secret, which is not shown again", Args: atMost(0),
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			switch k.Role = client.Role(role); k.Role {
 			case client.Admin, client.Developer, client.Auditor:
 			default:
-				return kind.Errorf(kind.Invalid, "%.100q; want admin, developer or auditor", role).WithField("--role")
+				return kind.Errorf(kind.Invalid, "invalid value %.100q: must be admin, developer or auditor", role).WithField("--role")
 			}
 			c, err := a.connect(cmd.Context(), anywhere)
 			if err != nil {
@@ -214,10 +219,10 @@ func (a *app) keyCommand() *cobra.Command {
 			return nil
 		},
 	}
-	create.Flags().StringVar(&role, "role", string(client.Developer), "admin, developer or auditor")
-	create.Flags().StringVar(&k.Label, "label", "", "what to call it")
+	create.Flags().StringVar(&role, "role", string(client.Developer), "`ROLE` of the key: admin, developer or auditor")
+	create.Flags().StringVar(&k.Label, "label", "", "`TEXT` to recognise the key by")
 	ls := &cobra.Command{
-		Use: "ls", Short: "List keys", Args: cobra.NoArgs,
+		Use: "ls", Short: "List keys", Args: atMost(0),
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			c, err := a.connect(cmd.Context(), anywhere)
 			if err != nil {
@@ -232,13 +237,13 @@ func (a *app) keyCommand() *cobra.Command {
 			}
 			rows := [][]string{{"KEY", "ROLE", "CREATED", "BY", "REVOKED", "LABEL"}}
 			for _, k := range keys {
-				rows = append(rows, []string{k.ID, string(k.Role), when(k.CreatedAt), k.CreatedBy, when(k.RevokedAt), k.Label})
+				rows = append(rows, []string{k.ID, string(k.Role), formatTime(k.CreatedAt), k.CreatedBy, formatTime(k.RevokedAt), k.Label})
 			}
 			return table(a.Out, rows...)
 		},
 	}
 	revoke := &cobra.Command{
-		Use: "revoke KEY", Short: "Make a key worthless at once", Args: want(false, "KEY"),
+		Use: "revoke KEY", Short: "Revoke a key; requests with it fail from then on", Args: want(false, "KEY"),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			c, err := a.connect(cmd.Context(), anywhere)
 			if err != nil {

@@ -10,14 +10,15 @@ import (
 	"bivy/client"
 )
 
-// barDelay is how long work may take before it gets a bar.
+// barDelay is how long an operation takes before it gets a progress bar.
 const barDelay = time.Second
 
-// meter shows how far long work is, on stderr and only on a terminal.
+// meter is the progress bar of one operation. It writes to stderr, and only when
+// that is a terminal.
 type meter struct {
 	a     *app
 	begun time.Time
-	show  bool
+	show  bool // stderr is a terminal
 
 	mu    sync.Mutex
 	bar   *progressbar.ProgressBar
@@ -30,7 +31,7 @@ func (a *app) newMeter() *meter {
 	return &meter{a: a, begun: time.Now(), show: term.IsTerminal(int(a.Err.Fd()))}
 }
 
-// set moves the bar; a new what begins a new one.
+// set moves the bar. Another what starts a new bar.
 func (m *meter) set(what string, done, total int64) {
 	if !m.show || time.Since(m.begun) < barDelay {
 		return
@@ -50,12 +51,12 @@ func (m *meter) set(what string, done, total int64) {
 	m.draw(m.bar.Set64(done))
 }
 
-// draw takes the outcome of drawing, which is worth nobody's attention.
+// draw ignores the error of drawing: output is not affected by it.
 func (m *meter) draw(error) {}
 
 func (m *meter) progress(p client.Progress) { m.set(p.What, p.Done, p.Total) }
 
-// add counts n more bytes of work.
+// add counts n more bytes.
 func (m *meter) add(what string, n, total int64) {
 	m.mu.Lock()
 	m.done += n
@@ -64,7 +65,7 @@ func (m *meter) add(what string, n, total int64) {
 	m.set(what, done, total)
 }
 
-// end takes the bar away.
+// end removes the bar.
 func (m *meter) end() {
 	m.mu.Lock()
 	defer m.mu.Unlock()

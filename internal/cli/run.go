@@ -21,23 +21,24 @@ import (
 	"bivy/internal/kind"
 )
 
-// endPatience bounds how long run and shell wait for their session's end.
-const endPatience = time.Minute
+// endTimeout limits how long run and shell wait for the end of their session.
+const endTimeout = time.Minute
 
 func (a *app) runCommand() *cobra.Command {
 	var spec specFlags
 	var r runFlags
 	cmd := &cobra.Command{
 		Use:   "run [flags] -- COMMAND [ARG…]",
-		Short: "Make a session, run a command in it, and end it",
-		Long: `Make a session, run a command in it, and end it.
+		Short: "Create a session, run a command in it, and end it",
+		Long: `Create a session, run a command in it, and end it.
 
-Standard input, output and error, signals and the exit code are the command's
-own. Without a server the session is made by this process.
+Standard input, output and error are connected to the command, signals are
+passed on to it, and its exit code is returned. Without a server this process
+runs the session itself.
 
-Exit codes: the command's own; 128 plus the number of the signal that ended it;
-127 when there is no such command, 126 when it cannot be executed, 125 when
-bivy could not do it, 2 when the command line is wrong.`,
+Exit codes: that of the command; 128 plus the number of the signal that ended
+it; 127 when the command does not exist, 126 when it cannot be executed, 125 when
+bivy fails or the session ends first, 2 when the command line is wrong.`,
 		Example: "  bivy run -- python3 -c 'print(6*7)'\n  bivy run --upload script.py --memory 256M -- python3 script.py",
 		Args:    want(true, "COMMAND"),
 		RunE: func(cmd *cobra.Command, args []string) error {
@@ -48,11 +49,11 @@ bivy could not do it, 2 when the command line is wrong.`,
 	cmd.Flags().SetInterspersed(false)
 	spec.register(cmd)
 	f := cmd.Flags()
-	f.BoolVarP(&r.tty, "tty", "t", false, "give the command a terminal")
-	f.BoolVarP(&r.noStdin, "no-stdin", "n", false, "give the command no input")
-	f.StringArrayVar(&r.uploads, "upload", nil, "file or directory SRC[:DST] to copy in first; may be repeated")
-	f.BoolVar(&r.timing, "timing", false, "say on stderr where the time went")
-	f.BoolVar(&r.keep, "keep", false, "do not end the session; needs a server")
+	f.BoolVarP(&r.tty, "tty", "t", false, "allocate a terminal for the command")
+	f.BoolVarP(&r.noStdin, "no-stdin", "n", false, "do not connect standard input")
+	f.StringArrayVar(&r.uploads, "upload", nil, "copy a file or directory `SRC[:DST]` into the session first; may be repeated")
+	f.BoolVar(&r.timing, "timing", false, "print how long each phase took to stderr")
+	f.BoolVar(&r.keep, "keep", false, "do not end the session afterwards; needs a server")
 	return cmd
 }
 
@@ -70,9 +71,9 @@ func (a *app) run(ctx context.Context, spec *specFlags, r *runFlags, argv []stri
 	if r.keep {
 		place = onServer
 	}
-	ctx, giveUp := context.WithCancel(ctx)
-	defer giveUp()
-	sig := catch(giveUp)
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	sig := notify(cancel)
 	defer sig.stop()
 	if r.tty && !term.IsTerminal(int(a.In.Fd())) {
 		return noTerminal()
@@ -83,15 +84,15 @@ func (a *app) run(ctx context.Context, spec *specFlags, r *runFlags, argv []stri
 				return err
 			}
 		}
-		return a.drive(ctx, s, client.Command{Argv: argv, Stdin: !r.noStdin}, r.tty, sig)
+		return a.runAttached(ctx, s, client.Command{Argv: argv, Stdin: !r.noStdin}, r.tty, sig)
 	})
-	if n := sig.gaveUp(); n != 0 {
+	if n := sig.cancelledBy(); n != 0 {
 		a.failed, a.code, a.quiet = exitSignal+n, exitSignal+n, errors.Is(err, context.Canceled)
 	}
 	return err
 }
 
-// inSession makes a session for do, and ends it.
+// inSession creates a session, calls do, and ends the session.
 func (a *app) inSession(ctx context.Context, place where, req client.CreateSession, sig *signals, r *runFlags, do func(*client.Session) error) error {
 	began := time.Now()
 	c, err := a.connect(ctx, place)
@@ -112,27 +113,28 @@ func (a *app) inSession(ctx context.Context, place where, req client.CreateSessi
 	err = do(s)
 	ran := time.Now()
 	if !r.keep {
-		life, cancel := context.WithTimeout(context.WithoutCancel(ctx), endPatience)
+		life, cancel := context.WithTimeout(context.WithoutCancel(ctx), endTimeout)
 		defer cancel()
 		sig.attach(nil, nil)
 		if _, endErr := s.End(life); endErr != nil {
-			err = errors.Join(err, fmt.Errorf("session %s was not ended: %w", s.ID, endErr))
+			err = errors.Join(err, fmt.Errorf("end session %s: %w", s.ID, endErr))
 		}
 	}
 	if r.timing {
-		rows := [][]string{{"PHASE", "TOOK"}, {"connect", span(connected.Sub(began))}}
+		rows := [][]string{{"PHASE", "TOOK"}, {"connect", formatDuration(connected.Sub(began))}}
 		for _, p := range s.Timing {
-			rows = append(rows, []string{"create: " + p.Name, span(p.Took())})
+			rows = append(rows, []string{"create: " + p.Name, formatDuration(p.Took())})
 		}
-		rows = append(rows, []string{"create", span(created.Sub(connected))}, []string{"command", span(ran.Sub(created))},
-			[]string{"end", span(time.Since(ran))}, []string{"session", s.ID})
+		rows = append(rows, []string{"create", formatDuration(created.Sub(connected))}, []string{"command", formatDuration(ran.Sub(created))},
+			[]string{"end", formatDuration(time.Since(ran))}, []string{"session", s.ID})
 		err = errors.Join(err, table(a.Err, rows...))
 	}
 	return err
 }
 
-// drive runs one command with this process's streams and sets the exit code.
-func (a *app) drive(ctx context.Context, s *client.Session, cmd client.Command, tty bool, sig *signals) error {
+// runAttached runs one command with the streams of this process and sets the exit
+// code.
+func (a *app) runAttached(ctx context.Context, s *client.Session, cmd client.Command, tty bool, sig *signals) error {
 	cmd.OnDisconnect = client.Kill
 	if tty {
 		if !term.IsTerminal(int(a.In.Fd())) {
@@ -140,7 +142,7 @@ func (a *app) drive(ctx context.Context, s *client.Session, cmd client.Command, 
 		}
 		size, ok := a.terminalSize()
 		if !ok {
-			size = client.Size{Cols: 80, Rows: 24} // some terminals do not say
+			size = client.Size{Cols: 80, Rows: 24} // the terminal does not report its size
 		}
 		cmd.PTY = &size
 		cmd.Stdin = true
@@ -154,25 +156,25 @@ func (a *app) drive(ctx context.Context, s *client.Session, cmd client.Command, 
 	}
 	p, err := s.Start(ctx, cmd)
 	if err != nil {
-		return asTyped(err, cmd.Argv)
+		return commandError(err, cmd.Argv)
 	}
 	defer p.Close()
-	cooked := func() {} // makes the terminal what it was
-	defer func() { cooked() }()
+	restore := func() {} // restores the mode of the terminal
+	defer func() { restore() }()
 	var resize func(context.Context)
 	if tty {
 		old, err := term.MakeRaw(int(a.In.Fd()))
 		if err != nil {
 			return fmt.Errorf("terminal: %w", err)
 		}
-		cooked = sync.OnceFunc(func() {
+		restore = sync.OnceFunc(func() {
 			if err := term.Restore(int(a.In.Fd()), old); err != nil {
-				a.note("the terminal could not be restored: %v; type: reset", err)
+				a.note("restore the terminal: %v; run: reset", err)
 			}
 		})
 		resize = func(ctx context.Context) {
 			if size, ok := a.terminalSize(); ok {
-				// A size that is missed comes again with the next change.
+				// After an error the size is right again with the next change.
 				_ = p.Resize(ctx, size)
 			}
 		}
@@ -180,14 +182,14 @@ func (a *app) drive(ctx context.Context, s *client.Session, cmd client.Command, 
 	sig.attach(p, resize)
 	defer sig.attach(nil, nil)
 	if cmd.Stdin {
-		// A read of standard input cannot be ended; the process's end does.
-		go feed(p, a.In)
+		// A read of standard input cannot be cancelled; it ends with the process.
+		go copyStdin(p, a.In)
 	}
 	exit, err := p.Wait(a.Out, a.Err)
-	cooked()
+	restore()
 	if err != nil {
 		if errors.Is(err, syscall.EPIPE) && !errors.Is(err, client.ErrDetached) {
-			// Whoever read the output has seen enough.
+			// The reader of the output has closed it, as head does.
 			a.code = exitSignal + int(syscall.SIGPIPE)
 			return nil
 		}
@@ -195,12 +197,12 @@ func (a *app) drive(ctx context.Context, s *client.Session, cmd client.Command, 
 	}
 	a.code = exit.Status()
 	if exit.Code < 0 && exit.Signal == 0 {
-		// It did not end by itself, so it has no code; 255 would be one.
+		// It was ended from outside and has no exit code of its own.
 		a.code = exitNotRun
 	}
 	switch {
 	case exit.OOM:
-		a.note("the command was killed: the session's memory limit was reached")
+		a.note("the command was killed: the session reached its memory limit")
 	case exit.Error != "":
 		why := exit.Error
 		if info, err := s.Get(ctx); err == nil && info.Reason != "" {
@@ -211,11 +213,12 @@ func (a *app) drive(ctx context.Context, s *client.Session, cmd client.Command, 
 	return nil
 }
 
+// noTerminal is the error of -t without a terminal.
 func noTerminal() error {
-	return kind.Errorf(kind.Invalid, "standard input is not a terminal").WithField("--tty").WithHint("leave -t out")
+	return kind.Errorf(kind.Invalid, "standard input is not a terminal").WithField("--tty").WithHint("omit -t")
 }
 
-// terminalSize reports false for a terminal that does not know.
+// terminalSize returns the size of the terminal, or false when it is unknown.
 func (a *app) terminalSize() (client.Size, bool) {
 	cols, rows, err := term.GetSize(int(a.In.Fd()))
 	if err != nil || cols < 1 || rows < 1 || cols > 0xffff || rows > 0xffff {
@@ -224,13 +227,14 @@ func (a *app) terminalSize() (client.Size, bool) {
 	return client.Size{Cols: uint16(cols), Rows: uint16(rows)}, true
 }
 
-func feed(p *client.Process, in io.Reader) {
+// copyStdin sends in to the standard input of the command.
+func copyStdin(p *client.Process, in io.Reader) {
 	buf := make([]byte, 32<<10)
 	for {
 		n, err := in.Read(buf)
 		if n > 0 {
 			if _, err := p.Write(buf[:n]); err != nil {
-				return // the command has ended, which its end says
+				return // the command has ended, which Wait reports
 			}
 		}
 		if err != nil {
@@ -250,9 +254,10 @@ func (a *app) execCommand() *cobra.Command {
 		Short: "Run a command in a session",
 		Long: `Run a command in a session.
 
-Standard input, output and error, signals and the exit code are the command's
-own. A command whose caller goes away is killed, unless it was started with
---detach. Exit codes are those of bivy run.`,
+Standard input, output and error are connected to the command, signals are
+passed on to it, and its exit code is returned. When this process disconnects,
+the command is killed, unless it was started with --detach. Exit codes are those
+of bivy run.`,
 		Args:              want(true, "SESSION", "COMMAND"),
 		ValidArgsFunction: a.completeSession,
 		RunE: func(cmd *cobra.Command, args []string) error {
@@ -263,7 +268,7 @@ own. A command whose caller goes away is killed, unless it was started with
 			}
 			if len(argv) == 0 {
 				a.parsed = false
-				return kind.Errorf(kind.Invalid, "COMMAND is missing")
+				return kind.Errorf(kind.Invalid, "missing argument COMMAND")
 			}
 			var err error
 			c.Argv = argv
@@ -282,14 +287,14 @@ own. A command whose caller goes away is killed, unless it was started with
 	}
 	cmd.Flags().SetInterspersed(false)
 	f := cmd.Flags()
-	f.BoolVarP(&tty, "tty", "t", false, "give the command a terminal")
-	f.BoolVarP(&noStdin, "no-stdin", "n", false, "give the command no input")
-	f.BoolVarP(&detach, "detach", "d", false, "print the command's id once it has started, and leave it running")
-	f.StringArrayVarP(&env, "env", "e", nil, "environment variable KEY=VALUE, or KEY to pass one on; may be repeated")
-	f.StringVar(&c.User, "user", "", "user to run as")
-	f.StringVar(&c.Cwd, "workdir", "", "directory to start in")
-	f.StringVar(&timeout, "timeout", "", "kill the command after, e.g. 90s")
-	f.StringVar(&c.Tag, "tag", "", "a note kept with the command")
+	f.BoolVarP(&tty, "tty", "t", false, "allocate a terminal for the command")
+	f.BoolVarP(&noStdin, "no-stdin", "n", false, "do not connect standard input")
+	f.BoolVarP(&detach, "detach", "d", false, "print the id of the command once it has started, and leave it running")
+	f.StringArrayVarP(&env, "env", "e", nil, "environment variable `KEY=VALUE`, or KEY for the value it has here; may be repeated")
+	f.StringVar(&c.User, "user", "", "`USER` to run as (default the session's)")
+	f.StringVar(&c.Cwd, "workdir", "", "`DIR` to start in (default the session's)")
+	f.StringVar(&timeout, "timeout", "", "kill the command after a `DURATION` such as 90s (default never)")
+	f.StringVar(&c.Tag, "tag", "", "`TEXT` kept with the command")
 	return cmd
 }
 
@@ -302,7 +307,7 @@ func (a *app) exec(ctx context.Context, id string, c client.Command, tty, noStdi
 	if detach {
 		info, err := s.StartDetached(ctx, c)
 		if err != nil {
-			return asTyped(err, c.Argv)
+			return commandError(err, c.Argv)
 		}
 		if a.json() {
 			return a.printJSON(info)
@@ -310,19 +315,19 @@ func (a *app) exec(ctx context.Context, id string, c client.Command, tty, noStdi
 		fmt.Fprintln(a.Out, info.ID)
 		return nil
 	}
-	ctx, giveUp := context.WithCancel(ctx)
-	defer giveUp()
-	sig := catch(giveUp)
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	sig := notify(cancel)
 	defer sig.stop()
 	c.Stdin = !noStdin
-	err = a.drive(ctx, s, c, tty, sig)
-	if n := sig.gaveUp(); n != 0 {
+	err = a.runAttached(ctx, s, c, tty, sig)
+	if n := sig.cancelledBy(); n != 0 {
 		a.failed, a.code, a.quiet = exitSignal+n, exitSignal+n, errors.Is(err, context.Canceled)
 	}
 	return err
 }
 
-// shellArgv starts the best shell there is, as a login does.
+// shellArgv starts bash, or else sh, as a login shell.
 var shellArgv = []string{"/bin/sh", "-c", `if [ -x /bin/bash ]; then exec /bin/bash -l; else exec /bin/sh -l; fi`}
 
 func (a *app) shellCommand() *cobra.Command {
@@ -330,8 +335,8 @@ func (a *app) shellCommand() *cobra.Command {
 	var r runFlags
 	cmd := &cobra.Command{
 		Use:   "shell [flags] [SESSION]",
-		Short: "Open a terminal in a session, or in a new one that ends with it",
-		Args:  cobra.MaximumNArgs(1), ValidArgsFunction: a.completeSession,
+		Short: "Open a shell in a session, or in a new session that ends with it",
+		Args:  atMost(1), ValidArgsFunction: a.completeSession,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			a.failed = exitNotRun
 			if !term.IsTerminal(int(a.In.Fd())) {
@@ -346,11 +351,11 @@ func (a *app) shellCommand() *cobra.Command {
 		},
 	}
 	spec.register(cmd)
-	cmd.Flags().BoolVar(&r.keep, "keep", false, "do not end the new session; needs a server")
+	cmd.Flags().BoolVar(&r.keep, "keep", false, "do not end the new session afterwards; needs a server")
 	return cmd
 }
 
-// uploadArg copies what --upload names.
+// uploadArg copies one SRC[:DST] of --upload.
 func (a *app) uploadArg(ctx context.Context, s *client.Session, arg, workdir string) error {
 	src, dst := arg, ""
 	if i := strings.LastIndexByte(arg, ':'); i > 0 {

@@ -19,7 +19,7 @@ func (a *app) createCommand() *cobra.Command {
 	var spec specFlags
 	var key string
 	cmd := &cobra.Command{
-		Use: "create [flags]", Short: "Make a session and print its id", Args: cobra.NoArgs,
+		Use: "create [flags]", Short: "Create a session and print its id", Args: atMost(0),
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			req, err := spec.request()
 			if err != nil {
@@ -43,7 +43,7 @@ func (a *app) createCommand() *cobra.Command {
 		},
 	}
 	spec.register(cmd)
-	cmd.Flags().StringVar(&key, "idempotency-key", "", "text that makes a repeated create return the same session")
+	cmd.Flags().StringVar(&key, "idempotency-key", "", "`TEXT`; a repeated create with the same text returns the same session")
 	return cmd
 }
 
@@ -51,7 +51,7 @@ func (a *app) lsCommand() *cobra.Command {
 	var all, quiet bool
 	var labels, states []string
 	cmd := &cobra.Command{
-		Use: "ls [flags]", Aliases: []string{"list", "ps"}, Short: "List sessions", Args: cobra.NoArgs,
+		Use: "ls [flags]", Aliases: []string{"list", "ps"}, Short: "List sessions", Args: atMost(0),
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			o := client.ListOptions{}
 			var err error
@@ -86,27 +86,27 @@ func (a *app) lsCommand() *cobra.Command {
 			}
 			rows := [][]string{{"SESSION", "STATE", "TEMPLATE", "CREATED", "ENDS", "OWNER", "LABELS"}}
 			for _, s := range items {
-				state, ends := string(s.State), "in "+span(time.Until(s.Deadline))
+				state, ends := string(s.State), "in "+formatDuration(time.Until(s.Deadline))
 				if s.Reason != "" {
 					state += " (" + s.Reason + ")"
 				}
 				if !s.EndedAt.IsZero() {
-					ends = span(time.Since(s.EndedAt)) + " ago"
+					ends = formatDuration(time.Since(s.EndedAt)) + " ago"
 				}
-				rows = append(rows, []string{s.ID, state, s.Spec.Template, span(time.Since(s.CreatedAt)) + " ago", ends, s.Owner.Subject, pairsText(s.Spec.Labels)})
+				rows = append(rows, []string{s.ID, state, s.Spec.Template, formatDuration(time.Since(s.CreatedAt)) + " ago", ends, s.Owner.Subject, pairsText(s.Spec.Labels)})
 			}
 			return table(a.Out, rows...)
 		},
 	}
 	f := cmd.Flags()
-	f.BoolVarP(&all, "all", "a", false, "ended ones too")
-	f.BoolVarP(&quiet, "quiet", "q", false, "ids only")
-	f.StringArrayVar(&labels, "label", nil, "only those with label KEY=VALUE; may be repeated")
-	f.StringArrayVar(&states, "state", nil, "only those in a state; several with commas, or repeated")
+	f.BoolVarP(&all, "all", "a", false, "include sessions that have ended")
+	f.BoolVarP(&quiet, "quiet", "q", false, "print ids only")
+	f.StringArrayVar(&labels, "label", nil, "only sessions with label `KEY=VALUE`; may be repeated")
+	f.StringArrayVar(&states, "state", nil, "only sessions in `STATE`; several with commas; may be repeated (default all but ended)")
 	return cmd
 }
 
-// allStates are those of a session, in the order of its life.
+// allStates are the states of a session, in the order of its life.
 var allStates = [...]client.State{client.Creating, client.Running, client.Pausing, client.Standby, client.Resuming, client.Quarantined, client.Ending, client.Ended}
 
 func parseStates(texts []string) ([]client.State, error) {
@@ -118,7 +118,7 @@ func parseStates(texts []string) ([]client.State, error) {
 				for _, known := range allStates {
 					names = append(names, string(known))
 				}
-				return nil, kind.Errorf(kind.Invalid, "%.100q is not a state", s).WithField("--state").WithHint("states: %s", strings.Join(names, ", "))
+				return nil, kind.Errorf(kind.Invalid, "invalid value %.100q: must be a state", s).WithField("--state").WithHint("states: %s", strings.Join(names, ", "))
 			}
 			out = append(out, client.State(s))
 		}
@@ -126,6 +126,7 @@ func parseStates(texts []string) ([]client.State, error) {
 	return out, nil
 }
 
+// pairsText formats a map as KEY=VALUE,KEY=VALUE.
 func pairsText(m map[string]string) string {
 	var out []string
 	for _, k := range slices.Sorted(maps.Keys(m)) {
@@ -170,16 +171,16 @@ func sessionRows(s client.SessionInfo) [][]string {
 		{"sandbox", s.Sandbox},
 		{"template", s.Spec.Template + " " + s.Template},
 		{"cpu", fmt.Sprintf("%g cores", float64(s.Spec.Resources.CPUMillis)/1000)},
-		{"memory", size(s.Spec.Resources.MemoryMiB << 20)},
-		{"disk", size(s.Spec.Resources.DiskMiB << 20)},
+		{"memory", formatSize(s.Spec.Resources.MemoryMiB << 20)},
+		{"disk", formatSize(s.Spec.Resources.DiskMiB << 20)},
 		{"owner", s.Owner.Subject},
 		{"on behalf of", s.Owner.OnBehalfOf},
 		{"trigger", s.Owner.Trigger},
 		{"labels", pairsText(s.Spec.Labels)},
-		{"created", when(s.CreatedAt)},
-		{"started", when(s.StartedAt)},
-		{"ends by itself", when(s.Deadline)},
-		{"ended", when(s.EndedAt)},
+		{"created", formatTime(s.CreatedAt)},
+		{"started", formatTime(s.StartedAt)},
+		{"ends by itself", formatTime(s.Deadline)},
+		{"ended", formatTime(s.EndedAt)},
 		{"spec", s.SpecDigest},
 	}
 	for _, r := range s.Residuals {
@@ -188,8 +189,8 @@ func sessionRows(s client.SessionInfo) [][]string {
 	return slices.DeleteFunc(rows, func(r []string) bool { return r[1] == "" || r[1] == "-" })
 }
 
-// liveRows shows what a running session uses and does, as far as the caller's
-// key may see it.
+// liveRows returns the resource usage and the commands of a running session, as
+// far as the key permits.
 func (a *app) liveRows(ctx context.Context, s *client.Session) ([][]string, error) {
 	var rows [][]string
 	st, err := s.Stats(ctx)
@@ -198,14 +199,14 @@ func (a *app) liveRows(ctx context.Context, s *client.Session) ([][]string, erro
 	}
 	if err == nil {
 		rows = append(rows, []string{"used", fmt.Sprintf("%s of CPU, %s of memory (peak %s), %d threads",
-			span(time.Duration(st.CPUMicroseconds)*time.Microsecond), size(st.MemoryBytes), size(st.MemoryPeakBytes), st.PIDs)})
+			formatDuration(time.Duration(st.CPUMicroseconds)*time.Microsecond), formatSize(st.MemoryBytes), formatSize(st.MemoryPeakBytes), st.PIDs)})
 	}
 	list, err := s.Commands(ctx)
 	if errors.Is(err, &client.Error{Code: client.CodeConflict}) || errors.Is(err, &client.Error{Code: client.CodeDenied}) {
 		return rows, nil
 	}
 	for _, c := range list {
-		state := "running for " + span(time.Since(c.StartedAt))
+		state := "running for " + formatDuration(time.Since(c.StartedAt))
 		if c.Exit != nil {
 			state = fmt.Sprintf("ended, status %d", c.Exit.Status())
 		}
@@ -214,7 +215,7 @@ func (a *app) liveRows(ctx context.Context, s *client.Session) ([][]string, erro
 	return rows, err
 }
 
-// quoteArgv shows a command as a shell would take it.
+// quoteArgv formats a command as shell input, cut after 200 characters.
 func quoteArgv(argv []string) string {
 	var out []string
 	for _, s := range argv {
@@ -235,7 +236,7 @@ func quoteArgv(argv []string) string {
 
 func (a *app) timeoutCommand() *cobra.Command {
 	return &cobra.Command{
-		Use: "timeout SESSION DURATION", Short: "Make a session end by itself, DURATION from now", Args: want(false, "SESSION", "DURATION"),
+		Use: "timeout SESSION DURATION", Short: "Set when a session ends by itself: DURATION from now", Args: want(false, "SESSION", "DURATION"),
 		Example: "  bivy timeout h2k… 10m", ValidArgsFunction: a.completeSession,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			n, err := parseSeconds("DURATION", args[1])
@@ -254,7 +255,7 @@ func (a *app) timeoutCommand() *cobra.Command {
 			if a.json() {
 				return a.printJSON(info)
 			}
-			fmt.Fprintf(a.Out, "%s ends by itself at %s\n", info.ID, when(info.Deadline))
+			fmt.Fprintf(a.Out, "%s ends by itself at %s\n", info.ID, formatTime(info.Deadline))
 			return nil
 		},
 	}
@@ -263,10 +264,10 @@ func (a *app) timeoutCommand() *cobra.Command {
 func (a *app) endCommand() *cobra.Command {
 	var all bool
 	cmd := &cobra.Command{
-		Use: "end SESSION…", Aliases: []string{"rm", "stop"}, Short: "End sessions; returns when nothing of them is left", ValidArgsFunction: a.completeSession,
+		Use: "end SESSION…", Aliases: []string{"rm", "stop"}, Short: "End sessions and wait until their sandboxes are gone", ValidArgsFunction: a.completeSession,
 		Args: func(_ *cobra.Command, args []string) error {
 			if (len(args) == 0) != all {
-				return errors.New("name sessions, or use --all")
+				return errors.New("specify one or more sessions, or --all")
 			}
 			return nil
 		},
@@ -285,7 +286,7 @@ func (a *app) endCommand() *cobra.Command {
 					}
 				}
 			}
-			// One that cannot be ended is no reason to keep the others.
+			// A failure does not keep the other sessions from being ended.
 			var failed []error
 			ended := []client.SessionInfo{}
 			for _, id := range args {
@@ -312,20 +313,20 @@ func (a *app) endCommand() *cobra.Command {
 			return errors.Join(failed...)
 		},
 	}
-	cmd.Flags().BoolVar(&all, "all", false, "every session that the key may end")
+	cmd.Flags().BoolVar(&all, "all", false, "end every session that the key may end")
 	return cmd
 }
 
-// completionPatience bounds how long a shell waits for names.
-const completionPatience = 2 * time.Second
+// completionTimeout limits how long completion waits for the server.
+const completionTimeout = 2 * time.Second
 
-// completeSession offers the ids of sessions that have not ended. A server
-// that does not answer offers nothing.
+// completeSession completes ids of sessions that have not ended. Without a server
+// there are none.
 func (a *app) completeSession(cmd *cobra.Command, args []string, _ string) ([]string, cobra.ShellCompDirective) {
 	if len(args) > 0 && cmd.Name() != "end" {
 		return nil, cobra.ShellCompDirectiveDefault
 	}
-	ctx, cancel := context.WithTimeout(context.Background(), completionPatience)
+	ctx, cancel := context.WithTimeout(context.Background(), completionTimeout)
 	defer cancel()
 	c, err := a.connect(ctx, onServer)
 	if err != nil {

@@ -13,40 +13,40 @@ import (
 	"bivy/client"
 )
 
-// insist is how often a terminating signal must come before the command is
-// given up rather than told.
-const insist = 3
+// maxSignals is how many times a terminating signal must arrive until bivy stops
+// waiting for the command instead of passing the signal on.
+const maxSignals = 3
 
 const (
-	// signalPatience is how long a signal may take to its command.
-	signalPatience = 2 * time.Second
-	// maxSends bounds the signals that wait for it.
+	// signalTimeout limits the request that passes a signal on.
+	signalTimeout = 2 * time.Second
+	// maxSends is how many such requests may be waiting.
 	maxSends = 16
 )
 
-// signals passes this process's signals to the command. Before there is one,
-// a terminating signal gives up.
+// signals passes the signals of this process to the command in the session. While
+// there is no command, a terminating signal cancels the work.
 type signals struct {
 	ch     chan os.Signal
 	pipe   chan os.Signal
 	done   chan struct{}
 	sends  chan func(context.Context)
-	giveUp context.CancelFunc
+	cancel context.CancelFunc
 	resize func(context.Context) // on SIGWINCH; nil without a terminal
 
 	mu    sync.Mutex
 	p     *client.Process
-	got   syscall.Signal // that made it give up
-	times map[syscall.Signal]int
+	got   syscall.Signal         // that cancelled the work; 0: none
+	times map[syscall.Signal]int // how often each has arrived
 }
 
-// catch takes the signals over. stop gives them back.
-func catch(giveUp context.CancelFunc) *signals {
+// notify starts receiving signals, until stop is called. cancel cancels the work.
+func notify(cancel context.CancelFunc) *signals {
 	s := &signals{ch: make(chan os.Signal, 16), pipe: make(chan os.Signal, 1), done: make(chan struct{}),
-		sends: make(chan func(context.Context), maxSends), giveUp: giveUp, times: map[syscall.Signal]int{}}
+		sends: make(chan func(context.Context), maxSends), cancel: cancel, times: map[syscall.Signal]int{}}
 	signal.Notify(s.ch, unix.SIGINT, unix.SIGTERM, unix.SIGHUP, unix.SIGQUIT, unix.SIGUSR1, unix.SIGUSR2, unix.SIGWINCH)
-	// With somebody listening, writing to a closed pipe is an error like any
-	// other, and does not end this process before it has cleaned up.
+	// With a receiver for SIGPIPE, writing to a closed pipe is an ordinary error
+	// and does not end this process before it has cleaned up.
 	signal.Notify(s.pipe, unix.SIGPIPE)
 	go s.loop() // both end with stop
 	go s.send()
@@ -77,7 +77,7 @@ func (s *signals) handle(n syscall.Signal) {
 	p, resize := s.p, s.resize
 	s.times[n]++
 	ends := n == unix.SIGINT || n == unix.SIGTERM || n == unix.SIGHUP || n == unix.SIGQUIT
-	over := ends && (p == nil || s.times[n] >= insist)
+	over := ends && (p == nil || s.times[n] >= maxSignals)
 	if over && s.got == 0 {
 		s.got = n
 	}
@@ -88,28 +88,28 @@ func (s *signals) handle(n syscall.Signal) {
 			s.enqueue(resize)
 		}
 	case over:
-		s.giveUp()
+		s.cancel()
 	case p != nil:
-		// A command that has just ended takes no signal, and needs none.
+		// An error means that the command has ended, so there is nothing to signal.
 		s.enqueue(func(ctx context.Context) { _ = p.Signal(ctx, int(n)) })
 	}
 }
 
-// enqueue leaves a request to send, so that a server that does not answer
-// cannot keep the next signal from making this process give up.
+// enqueue adds a request to the queue of send. Signals are handled while it waits:
+// a server that does not answer cannot keep the third one from cancelling.
 func (s *signals) enqueue(request func(context.Context)) {
 	select {
 	case s.sends <- request:
-	default: // as many wait as anybody could want
+	default: // the queue is full: drop the signal
 	}
 }
 
-// send makes requests, in order.
+// send makes the requests of the queue, one after the other.
 func (s *signals) send() {
 	for {
 		select {
 		case request := <-s.sends:
-			ctx, cancel := context.WithTimeout(context.Background(), signalPatience)
+			ctx, cancel := context.WithTimeout(context.Background(), signalTimeout)
 			request(ctx)
 			cancel()
 		case <-s.done:
@@ -118,15 +118,15 @@ func (s *signals) send() {
 	}
 }
 
-// attach says where signals go from now on.
+// attach sets the command that signals go to; nil: none.
 func (s *signals) attach(p *client.Process, resize func(context.Context)) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.p, s.resize = p, resize
 }
 
-// gaveUp returns the signal that made it give up, or 0.
-func (s *signals) gaveUp() int {
+// cancelledBy returns the signal that cancelled the work, or 0.
+func (s *signals) cancelledBy() int {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return int(s.got)

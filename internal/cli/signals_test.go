@@ -12,9 +12,10 @@ import (
 	"bivy/client"
 )
 
-// A server that does not take signals does not keep the person from giving up.
-func TestGivesUpOnASilentServer(t *testing.T) {
-	asked := make(chan struct{}, insist)
+// TestThirdSignalCancels: a server that does not answer the request for the first
+// signal does not keep the third one from cancelling.
+func TestThirdSignalCancels(t *testing.T) {
+	asked := make(chan struct{}, maxSignals)
 	release := make(chan struct{})
 	ts := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if r.URL.Path == "/v1/sessions/s/commands" {
@@ -42,21 +43,21 @@ func TestGivesUpOnASilentServer(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer p.Close()
-	ctx, giveUp := context.WithCancel(t.Context())
-	s := catch(giveUp)
+	ctx, cancel := context.WithCancel(t.Context())
+	s := notify(cancel)
 	defer s.stop()
 	s.attach(p, nil)
 	s.ch <- unix.SIGTERM
 	<-asked
-	for range insist - 1 {
+	for range maxSignals - 1 {
 		s.ch <- unix.SIGTERM
 	}
 	select {
 	case <-ctx.Done():
-	case <-time.After(signalPatience / 2):
+	case <-time.After(signalTimeout / 2):
 		t.Error("the third signal waits for the first")
 	}
-	if s.gaveUp() != int(unix.SIGTERM) {
-		t.Errorf("gave up because of %d", s.gaveUp())
+	if s.cancelledBy() != int(unix.SIGTERM) {
+		t.Errorf("cancelled by signal %d", s.cancelledBy())
 	}
 }

@@ -13,11 +13,11 @@ import (
 	"bivy/internal/session"
 )
 
-// maxSpecFile bounds what is read of a spec.
+// maxSpecFile is the largest spec or template file, in bytes.
 const maxSpecFile = 1 << 20
 
-// specFlags are what run, create and shell share: a spec file, and flags that
-// win over it.
+// specFlags are the flags of run, create and shell that make a spec: a file, and
+// flags that override it.
 type specFlags struct {
 	file, template, cpu, memory, disk, timeout, user, workdir, hostname, onBehalfOf, trigger string
 	pids                                                                                     int64
@@ -26,20 +26,22 @@ type specFlags struct {
 
 func (s *specFlags) register(cmd *cobra.Command) {
 	f := cmd.Flags()
-	f.StringVar(&s.file, "spec", "", "YAML file with the session's spec; flags win over it")
-	f.StringVar(&s.template, "template", "", "template to start from (default base)")
-	f.StringVar(&s.cpu, "cpu", "", "cores, e.g. 2 or 0.5")
-	f.StringVar(&s.memory, "memory", "", "memory limit, e.g. 512M or 2G")
-	f.StringVar(&s.disk, "disk", "", "limit of the writable layer, e.g. 1G")
-	f.Int64Var(&s.pids, "pids", 0, "limit of threads on the host")
-	f.StringVar(&s.timeout, "timeout", "", "life of the session, e.g. 90s or 5m")
-	f.StringArrayVarP(&s.env, "env", "e", nil, "environment variable KEY=VALUE, or KEY to pass one on; may be repeated")
-	f.StringVar(&s.user, "user", "", "user that commands run as")
-	f.StringVar(&s.workdir, "workdir", "", "directory that commands start in")
-	f.StringVar(&s.hostname, "hostname", "", "host name inside")
-	f.StringArrayVar(&s.labels, "label", nil, "label KEY=VALUE; may be repeated")
-	f.StringVar(&s.onBehalfOf, "on-behalf-of", "", "whom this is done for; kept in the record")
-	f.StringVar(&s.trigger, "trigger", "", "what set this off; kept in the record")
+	d := session.Spec{}.WithDefaults()
+	or := func(format string, v any) string { return fmt.Sprintf(" (default "+format+")", v) }
+	f.StringVar(&s.file, "spec", "", "YAML `FILE` with the spec of the session; flags override it")
+	f.StringVar(&s.template, "template", "", "`NAME` or digest of the template to start from"+or("%s", d.Template))
+	f.StringVar(&s.cpu, "cpu", "", "limit of CPU time in `CORES`, e.g. 2 or 0.5"+or("%g", float64(d.Resources.CPUMillis)/1000))
+	f.StringVar(&s.memory, "memory", "", "limit of memory, a `SIZE` such as 512M or 2G"+or("%dM", d.Resources.MemoryMiB))
+	f.StringVar(&s.disk, "disk", "", "limit of the writable layer, a `SIZE` such as 1G"+or("%dM", d.Resources.DiskMiB))
+	f.Int64Var(&s.pids, "pids", 0, "limit of threads on the host, a `NUMBER`"+or("%d", d.Resources.PIDs))
+	f.StringVar(&s.timeout, "timeout", "", "`DURATION` after which the session ends, e.g. 90s or 10m"+or("%s", formatDuration(d.Timeout.Duration())))
+	f.StringArrayVarP(&s.env, "env", "e", nil, "environment variable `KEY=VALUE`, or KEY for the value it has here; may be repeated")
+	f.StringVar(&s.user, "user", "", "`USER` that commands run as (default the template's)")
+	f.StringVar(&s.workdir, "workdir", "", "`DIR` that commands start in (default the template's, else the user's home)")
+	f.StringVar(&s.hostname, "hostname", "", "host `NAME` inside the session"+or("%s", d.Hostname))
+	f.StringArrayVar(&s.labels, "label", nil, "label `KEY=VALUE`; may be repeated")
+	f.StringVar(&s.onBehalfOf, "on-behalf-of", "", "`WHO` the session is created for; written to the record")
+	f.StringVar(&s.trigger, "trigger", "", "`WHAT` caused the session to be created; written to the record")
 }
 
 func (s *specFlags) request() (client.CreateSession, error) {
@@ -101,7 +103,7 @@ func (s *specFlags) request() (client.CreateSession, error) {
 	return out, nil
 }
 
-// parseSpec reads and checks a spec, and does not fill defaults.
+// parseSpec reads and checks a spec. It does not fill in defaults.
 func parseSpec(data []byte) (session.Spec, error) {
 	var s session.Spec
 	if err := config.Decode(data, &s); err != nil {
@@ -109,12 +111,12 @@ func parseSpec(data []byte) (session.Spec, error) {
 	}
 	if s.Version == 0 {
 		return s, kind.Errorf(kind.Invalid, "missing").WithField("version").
-			WithHint("begin the file with version: %d", session.SpecVersion)
+			WithHint("start the file with: version: %d", session.SpecVersion)
 	}
 	return s, s.WithDefaults().Validate()
 }
 
-// readSpec reads a spec file strictly: an error names the line.
+// readSpec reads a spec file. An error names the line.
 func readSpec(path string) (client.Spec, error) {
 	f, err := os.Open(path)
 	if err != nil {

@@ -6,8 +6,8 @@ import (
 	"bivy/internal/kind"
 )
 
-// FuzzParseSpec: no file panics; what is wrong with one is said in few words,
-// and what is taken is valid and has one digest.
+// FuzzParseSpec: no file causes a panic, every error is Invalid, and an accepted
+// spec is valid and always has the same digest.
 func FuzzParseSpec(f *testing.F) {
 	for _, seed := range []string{
 		"version: 1\n", "version: 1\ntemplate: base\ntimeout_seconds: 60\n", "version: 1\nenv: {A: b}\nlabels: {t: \"x\"}\n",
@@ -25,7 +25,7 @@ func FuzzParseSpec(f *testing.F) {
 			return
 		}
 		if s.Version == 0 {
-			t.Errorf("without a version: %+v", s)
+			t.Errorf("accepted without a version: %+v", s)
 		}
 		full := s.WithDefaults()
 		a, err := full.Digest()

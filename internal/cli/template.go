@@ -23,7 +23,7 @@ func (a *app) templateCommand() *cobra.Command {
 
 func (a *app) templateLs() *cobra.Command {
 	return &cobra.Command{
-		Use: "ls", Short: "List templates", Args: cobra.NoArgs,
+		Use: "ls", Short: "List templates", Args: atMost(0),
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			c, err := a.connect(cmd.Context(), anywhere)
 			if err != nil {
@@ -36,7 +36,7 @@ func (a *app) templateLs() *cobra.Command {
 			if a.json() {
 				return a.printJSON(list)
 			}
-			rows := [][]string{{"NAME", "DIGEST", "SIZE", "MADE", "IN USE", "SOURCE"}}
+			rows := [][]string{{"NAME", "DIGEST", "SIZE", "CREATED", "IN USE", "SOURCE"}}
 			for _, t := range list {
 				name := strings.Join(t.Names, ",")
 				if name == "" {
@@ -46,13 +46,14 @@ func (a *app) templateLs() *cobra.Command {
 				if t.Broken != "" {
 					source = "broken: " + t.Broken
 				}
-				rows = append(rows, []string{name, short(t.Digest), size(t.ImageBytes), span(time.Since(t.CreatedAt)) + " ago", fmt.Sprint(t.InUse), source})
+				rows = append(rows, []string{name, short(t.Digest), formatSize(t.ImageBytes), formatDuration(time.Since(t.CreatedAt)) + " ago", fmt.Sprint(t.InUse), source})
 			}
 			return table(a.Out, rows...)
 		},
 	}
 }
 
+// short returns the first digits of a digest.
 func short(digest string) string { return digest[:min(len(digest), len("sha256:")+12)] }
 
 func (a *app) templateShow() *cobra.Command {
@@ -76,9 +77,9 @@ func (a *app) printTemplate(t client.Template) error {
 	if a.json() {
 		return a.printJSON(t)
 	}
-	rows := [][]string{{"digest", t.Digest}, {"names", strings.Join(t.Names, ", ")}, {"image", t.ImageDigest + " " + size(t.ImageBytes)},
+	rows := [][]string{{"digest", t.Digest}, {"names", strings.Join(t.Names, ", ")}, {"image", t.ImageDigest + " " + formatSize(t.ImageBytes)},
 		{"source", t.Source}, {"user", t.User}, {"workdir", t.Workdir}, {"command", quoteArgv(t.Cmd)}, {"env", pairsText(t.Env)},
-		{"made", when(t.CreatedAt)}, {"in use", fmt.Sprint(t.InUse)}}
+		{"created", formatTime(t.CreatedAt)}, {"in use", fmt.Sprint(t.InUse)}}
 	if t.Broken != "" {
 		rows = append(rows, []string{"broken", t.Broken})
 	}
@@ -98,9 +99,9 @@ func (a *app) templateBuild() *cobra.Command {
 	var file, name, image, tarball, layout, directory, tar string
 	var packages []string
 	cmd := &cobra.Command{
-		Use: "build [flags]", Short: "Make a template", Args: cobra.NoArgs,
-		Long: `Make a template from a file that describes it (-f), or from one source named by a
-flag. Paths are those of the server's machine; in a file they are relative to
+		Use: "build [flags]", Short: "Build a template", Args: atMost(0),
+		Long: `Build a template from a template file (-f), or from one source given by a flag.
+Paths are paths of the server's machine; in a template file they are relative to
 the file.`,
 		Example: "  bivy template build -f template.yaml\n  bivy template build --name tools --packages bash,jq",
 		RunE: func(cmd *cobra.Command, _ []string) error {
@@ -144,7 +145,7 @@ the file.`,
 			}
 			if b.From == (client.TemplateSource{}) {
 				a.parsed = false
-				return kind.Errorf(kind.Invalid, "no source was named").WithHint("name a file with -f, or one source, e.g. --packages bash,jq")
+				return kind.Errorf(kind.Invalid, "no source was specified").WithHint("use -f FILE, or one source, e.g. --packages bash,jq")
 			}
 			c, err := a.connect(cmd.Context(), anywhere)
 			if err != nil {
@@ -160,14 +161,14 @@ the file.`,
 		},
 	}
 	f := cmd.Flags()
-	f.StringVarP(&file, "file", "f", "", "YAML file that describes the template")
-	f.StringVar(&name, "name", "", "name[:tag] to give it")
-	f.StringVar(&image, "image", "", "OCI image in a registry")
-	f.StringVar(&tarball, "tarball", "", "tarball of an OCI or Docker image")
-	f.StringVar(&layout, "layout", "", "directory of an OCI image layout")
-	f.StringVar(&directory, "directory", "", "directory that becomes the root file system")
-	f.StringVar(&tar, "tar", "", "tarball of a root file system")
-	f.StringSliceVar(&packages, "packages", nil, "Debian packages as installed on the server, separated by commas")
+	f.StringVarP(&file, "file", "f", "", "template `FILE` (YAML)")
+	f.StringVar(&name, "name", "", "`NAME[:TAG]` of the template (default tag: default)")
+	f.StringVar(&image, "image", "", "OCI image in a registry, a `REF` such as docker.io/library/debian:12")
+	f.StringVar(&tarball, "tarball", "", "`FILE` with the tarball of an OCI or Docker image")
+	f.StringVar(&layout, "layout", "", "`DIR` with an OCI image layout")
+	f.StringVar(&directory, "directory", "", "`DIR` that becomes the root file system")
+	f.StringVar(&tar, "tar", "", "`FILE` with the tarball of a root file system")
+	f.StringSliceVar(&packages, "packages", nil, "Debian packages installed on the server's machine, `NAME,NAME`; with their dependencies")
 	return cmd
 }
 
@@ -189,7 +190,7 @@ func readTemplateFile(file string, b *client.BuildTemplate) error {
 		return fmt.Errorf("%s: %w", file, err)
 	}
 	if b.Version == 0 {
-		return kind.Errorf(kind.Invalid, "%s: missing", file).WithField("version").WithHint("begin the file with version: 1")
+		return kind.Errorf(kind.Invalid, "%s: missing", file).WithField("version").WithHint("start the file with: version: 1")
 	}
 	dir, err := filepath.Abs(filepath.Dir(file))
 	if err != nil {
@@ -219,7 +220,7 @@ func readTemplateFile(file string, b *client.BuildTemplate) error {
 
 func (a *app) templateRm() *cobra.Command {
 	return &cobra.Command{
-		Use: "rm NAME|DIGEST", Short: "Remove a name, or with a digest the template", Args: want(false, "NAME|DIGEST"),
+		Use: "rm NAME|DIGEST", Short: "Remove the name of a template or, by digest, the template", Args: want(false, "NAME|DIGEST"),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			c, err := a.connect(cmd.Context(), anywhere)
 			if err != nil {

@@ -9,23 +9,36 @@ import (
 	"bivy/internal/kind"
 )
 
-// want checks the arguments that a command must have, and says which of them
-// is missing. Only with more may others follow.
+// want checks that the named arguments are there and, unless more is set, that no
+// others are.
 func want(more bool, names ...string) cobra.PositionalArgs {
 	return func(_ *cobra.Command, args []string) error {
 		switch {
 		case len(args) < len(names):
-			return kind.Errorf(kind.Invalid, "%s is missing", names[len(args)])
+			return kind.Errorf(kind.Invalid, "missing argument %s", names[len(args)])
 		case len(args) > len(names) && !more:
-			return kind.Errorf(kind.Invalid, "%.100q is too much", args[len(names)])
+			return kind.Errorf(kind.Invalid, "unexpected argument %.100q", args[len(names)])
 		}
 		return nil
 	}
 }
 
-// group makes cmd one that only holds others: it shows its help, and takes no
-// name that none of them has.
+// atMost checks that there are no more than n arguments.
+func atMost(n int) cobra.PositionalArgs {
+	return func(_ *cobra.Command, args []string) error {
+		if len(args) > n {
+			return kind.Errorf(kind.Invalid, "unexpected argument %.100q", args[n])
+		}
+		return nil
+	}
+}
+
+// onlyGroup annotates commands that do nothing but hold subcommands.
+const onlyGroup = "group"
+
+// group makes cmd a command that only has subcommands: alone it shows its help.
 func group(cmd *cobra.Command) *cobra.Command {
+	cmd.Annotations = map[string]string{onlyGroup: "true"}
 	cmd.Args = func(cmd *cobra.Command, args []string) error {
 		if len(args) == 0 {
 			return nil
@@ -43,14 +56,15 @@ func unknownCommand(parent *cobra.Command, name string) error {
 			names = append(names, c.Name())
 		}
 	}
-	return kind.Errorf(kind.Invalid, "unknown command %.100q of %s", name, parent.CommandPath()).
-		WithHint("there are %s", strings.Join(names, ", "))
+	return kind.Errorf(kind.Invalid, "unknown command %.100q for %.100q", name, parent.CommandPath()).
+		WithHint("commands: %s", strings.Join(names, ", "))
 }
 
-// helpCommand is cobra's, but that what does not exist is a failure.
+// helpCommand is the help command of cobra, except that an unknown command is an
+// error.
 func helpCommand() *cobra.Command {
 	return &cobra.Command{
-		Use: "help [COMMAND]", Short: "Tell of a command",
+		Use: "help [COMMAND]", Short: "Show help for a command",
 		ValidArgsFunction: func(cmd *cobra.Command, args []string, _ string) ([]string, cobra.ShellCompDirective) {
 			var names []string
 			if c, _, err := cmd.Root().Find(args); err == nil {
@@ -82,50 +96,52 @@ func helpCommand() *cobra.Command {
 	}
 }
 
-// whereIDs says how to find what has an id that is not known.
-func whereIDs(e *client.Error) string {
+// lookupHint returns a hint for an id that the server does not know.
+func lookupHint(e *client.Error) string {
 	if e.Code != client.CodeNotFound && e.Code != client.CodeInvalid {
 		return ""
 	}
 	switch e.Field {
 	case "session":
-		return "bivy ls -a lists sessions"
+		return "list sessions with: bivy ls -a"
 	case "key":
-		return "bivy key ls lists keys"
+		return "list keys with: bivy key ls"
 	case "template":
-		return "bivy template ls lists templates"
+		return "list templates with: bivy template ls"
 	}
 	return ""
 }
 
-// wrongFlag reports whether err is about a flag's value.
+// wrongFlag reports whether err is about the value of a flag.
 func wrongFlag(err error) bool {
 	return kind.Is(err, kind.Invalid) && strings.HasPrefix(kind.Field(err), "--")
 }
 
-// asTyped says what a server refused in the words of the command line.
-func asTyped(err error, argv []string) error {
-	e, ok := err.(*client.Error) //nolint:errorlint // what wraps it has its own words
+// commandError turns an error of the server about a command into the words of the
+// command line.
+func commandError(err error, argv []string) error {
+	e, ok := err.(*client.Error) //nolint:errorlint // an error that wraps it has its own words
 	if !ok {
 		return err
 	}
-	told := *e
+	out := *e
 	switch {
 	case e.ExitCode == exitNotFound && len(argv) > 0 && !strings.Contains(argv[0], "/"):
-		told.Field, told.Message = "", "command not found: "+argv[0]
+		out.Field, out.Message = "", "command not found: "+argv[0]
 	case e.Field == "cwd":
-		told.Field = "workdir"
+		out.Field = "workdir"
 		if dir, ok := between(e.Message, "cwd '", "' does not exist"); ok {
-			told.Message = dir + " does not exist in the session"
+			out.Message = dir + " does not exist in the session"
 		}
 	case e.Field == "user":
 		if name, ok := between(e.Message, "invalid username: '", "'"); ok {
-			told.Message = name + " is no user of the template"
+			out.Message = "user " + name + " does not exist in the session"
 		}
 	}
-	return &told
+	return &out
 }
 
+// between returns the text between before and after.
 func between(s, before, after string) (string, bool) {
 	_, s, ok1 := strings.Cut(s, before)
 	s, _, ok2 := strings.Cut(s, after)

@@ -12,6 +12,8 @@ import (
 	"syscall"
 	"time"
 
+	"bivy/internal/dirlock"
+	"bivy/internal/durable"
 	"bivy/internal/kind"
 )
 
@@ -24,42 +26,30 @@ type Running struct {
 	DataDir string `json:"data_dir,omitempty"`
 }
 
-const (
-	runningFile = "server.json"
-	lockFile    = "lock"
-)
+const runningFile = "server.json"
 
 // LockPatience is how long a process waits for another that holds the run
 // directory: a server that starts is announced by then, and a short command
 // has ended.
 const (
 	LockPatience = 3 * time.Second
-	LockInterval = 20 * time.Millisecond // between looks; a lock tells nobody when it is free
+	LockInterval = 20 * time.Millisecond // between two tries: the release of a lock gives no event
 )
-
-// LockPath is the file of a run directory that the process using it has locked.
-func LockPath(runDir string) string { return filepath.Join(runDir, lockFile) }
 
 // Held reports whether a process uses a run directory, as far as the caller
 // may see it.
-func Held(runDir string) bool {
-	f, err := os.Open(LockPath(runDir))
-	if err != nil {
-		return false
-	}
-	defer f.Close() // which lets go of it
-	return errors.Is(syscall.Flock(int(f.Fd()), syscall.LOCK_SH|syscall.LOCK_NB), syscall.EWOULDBLOCK)
-}
+func Held(runDir string) bool { return dirlock.Holder(runDir) != nil }
 
-// HeldError says who uses a run directory.
+// HeldError returns the error that says who uses a run directory, of
+// [kind.Conflict], with what to do about it.
 func HeldError(runDir string) error {
-	holder := "?"
-	if b, err := os.ReadFile(LockPath(runDir)); err == nil && len(b) < 32 && len(b) > 0 {
-		holder = strings.TrimSpace(string(b))
+	held := dirlock.Holder(runDir)
+	if held == nil {
+		held = &dirlock.HeldError{Dir: runDir} // released just now, or not readable
 	}
-	err := kind.Errorf(kind.Conflict, "another bivy (process %s) uses %s", holder, runDir)
-	// One that cannot be read is taken for a command.
-	if cmdline, _ := os.ReadFile(filepath.Join("/proc", holder, "cmdline")); slices.Contains(strings.Split(string(cmdline), "\x00"), "serve") {
+	err := kind.Errorf(kind.Conflict, "run %w", held)
+	// A holder whose command line cannot be read is taken for a short command.
+	if cmdline, _ := os.ReadFile(fmt.Sprintf("/proc/%d/cmdline", held.PID)); slices.Contains(strings.Split(string(cmdline), "\x00"), "serve") {
 		return err.WithHint("it is a server: use that one, stop it, or choose other directories with data_dir and run_dir")
 	}
 	return err.WithHint("to run several at once start the server first: bivy serve")
@@ -77,13 +67,9 @@ func Announce(runDir string, r Running) (withdraw func() error, err error) {
 		return nil, err
 	}
 	path := filepath.Join(runDir, runningFile)
-	// The name is this process's own until it is renamed over the old one.
-	tmp := fmt.Sprintf("%s.%d", path, r.PID)
-	if err := os.WriteFile(tmp, append(data, '\n'), 0o644); err != nil { //nolint:gosec // it is for everyone to read
+	// Everyone may read it. It is not synced: no server outlives a loss of power.
+	if err := durable.WriteFile(path, append(data, '\n'), 0o644, durable.NotSynced); err != nil {
 		return nil, fmt.Errorf("announce the server: %w", err)
-	}
-	if err := os.Rename(tmp, path); err != nil {
-		return nil, errors.Join(fmt.Errorf("announce the server: %w", err), os.Remove(tmp))
 	}
 	return func() error {
 		now, ok, err := Find(runDir)

@@ -46,10 +46,10 @@ func bad(n *yaml.Node, path, format string, args ...any) error {
 
 func decode(n *yaml.Node, v reflect.Value, path string) error {
 	if n.Kind == yaml.AliasNode || n.Anchor != "" {
-		return bad(n, path, "anchors and aliases are not taken here; write the value out")
+		return bad(n, path, "anchors and aliases are not supported; write the value out")
 	}
 	if n.Style&yaml.TaggedStyle != 0 {
-		return bad(n, path, "tags such as %s are not taken here", n.Tag)
+		return bad(n, path, "tags such as %s are not supported", n.Tag)
 	}
 	if v.Kind() == reflect.Pointer {
 		v.Set(reflect.New(v.Type().Elem()))
@@ -62,7 +62,7 @@ func decode(n *yaml.Node, v reflect.Value, path string) error {
 		return decodeMap(n, v, path)
 	case reflect.Slice:
 		if n.Kind != yaml.SequenceNode {
-			return bad(n, path, "want a list")
+			return bad(n, path, "must be a list")
 		}
 		out := reflect.MakeSlice(v.Type(), len(n.Content), len(n.Content))
 		for i, item := range n.Content {
@@ -79,7 +79,7 @@ func decode(n *yaml.Node, v reflect.Value, path string) error {
 
 func decodeScalar(n *yaml.Node, v reflect.Value, path string) error {
 	if n.Kind != yaml.ScalarNode {
-		return bad(n, path, "want one value, not a list or a map")
+		return bad(n, path, "must be one value, not a list or a map")
 	}
 	if n.Tag == "!!null" {
 		return bad(n, path, "the value is missing; leave the field out for its default")
@@ -102,14 +102,14 @@ func decodeScalar(n *yaml.Node, v reflect.Value, path string) error {
 		}
 		v.SetInt(i)
 	default:
-		return bad(n, path, "cannot be set here")
+		return bad(n, path, "cannot be set in a file")
 	}
 	return nil
 }
 
 func decodeMap(n *yaml.Node, v reflect.Value, path string) error {
 	if n.Kind != yaml.MappingNode {
-		return bad(n, path, "want a map of names to values")
+		return bad(n, path, "must be a map of names to values")
 	}
 	out := reflect.MakeMapWithSize(v.Type(), len(n.Content)/2)
 	for i := 0; i < len(n.Content); i += 2 {
@@ -134,7 +134,7 @@ func decodeMap(n *yaml.Node, v reflect.Value, path string) error {
 
 func decodeStruct(n *yaml.Node, v reflect.Value, path string) error {
 	if n.Kind != yaml.MappingNode {
-		return bad(n, path, "want fields, one on each line as name: value")
+		return bad(n, path, "must be fields, one on each line as name: value")
 	}
 	seen := map[string]bool{}
 	for i := 0; i < len(n.Content); i += 2 {

@@ -1,9 +1,8 @@
-// Package daemon assembles bivy: it alone names the concrete store, driver
-// and interfaces, and puts them together with plain constructor calls.
 package daemon
 
 import (
 	"context"
+	"crypto/rand"
 	"errors"
 	"fmt"
 	"io"
@@ -20,23 +19,27 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"bivy/client"
+	"bivy/internal/access"
 	"bivy/internal/api"
-	"bivy/internal/audit"
 	"bivy/internal/auth"
 	"bivy/internal/bundle"
+	"bivy/internal/catalog"
 	"bivy/internal/config"
 	"bivy/internal/doctor"
 	"bivy/internal/driver"
 	"bivy/internal/driver/fake"
 	"bivy/internal/driver/gvisor"
 	"bivy/internal/durable"
+	"bivy/internal/journal"
 	"bivy/internal/kind"
 	"bivy/internal/lifecycle"
 	"bivy/internal/node"
+	"bivy/internal/nodeinfo"
 	"bivy/internal/secret"
 	"bivy/internal/session"
 	"bivy/internal/store/sqlite"
 	"bivy/internal/template"
+	"bivy/internal/workgroup"
 )
 
 // Options of New.
@@ -44,8 +47,12 @@ type Options struct {
 	Config  config.Config // with defaults, valid
 	Log     *slog.Logger
 	Version client.Version
-	// Hook is given to the lifecycle; for fault tests.
-	Hook func(point string)
+	// Local is for a command that has no server and works by itself: it is no
+	// start of a server in the record of the node.
+	Local bool
+	// FailPoint is given to the lifecycle: tests stop the process in it. Nil in
+	// production.
+	FailPoint func(point string)
 }
 
 // Daemon is one machine's bivy: the interface, the lifecycle, the node and
@@ -53,12 +60,21 @@ type Options struct {
 type Daemon struct {
 	cfg     config.Config
 	log     *slog.Logger
-	store   *sqlite.Store
-	images  *template.Store
-	driver  driver.Driver
-	node    *node.Node
-	manager *lifecycle.Manager
-	handler http.Handler
+	version client.Version
+	id      session.NodeID
+
+	store    *sqlite.Store
+	signing  *journal.Signing
+	system   *journal.SystemRecord
+	access   access.Decider
+	keys     *auth.Keyring
+	images   *template.Store
+	catalog  *catalog.Service
+	driver   driver.Driver
+	isolator string // build of what isolates, e.g. gVisor's; may be empty
+	node     *node.Node
+	manager  *lifecycle.Manager
+	handler  http.Handler
 
 	// AdminKeyFile holds the first admin key when this start made it.
 	AdminKeyFile string
@@ -68,64 +84,143 @@ type Daemon struct {
 }
 
 // New opens the data directory and everything on it. It fails with Conflict
-// while another daemon has it. What New opened, Close closes.
-func New(ctx context.Context, o Options) (_ *Daemon, err error) {
-	d := &Daemon{cfg: o.Config, log: o.Log, local: newLocalKey()}
+// while another daemon has it, and when the key that signs records is lost.
+// What New opened, Close closes.
+func New(ctx context.Context, o Options) (*Daemon, error) {
+	return assemble(ctx, o, (*Daemon).openDriver)
+}
+
+// assemble is New with the driver and the templates that open makes.
+func assemble(ctx context.Context, o Options, open func(*Daemon) (*templates, error)) (_ *Daemon, err error) {
+	d := &Daemon{cfg: o.Config, log: o.Log, version: o.Version, local: newLocalKey()}
 	defer func() {
 		if err != nil {
 			err = errors.Join(err, d.Close())
 		}
 	}()
+	if err := d.openStore(ctx); err != nil {
+		return nil, err
+	}
+	if err := d.openRecord(ctx); err != nil {
+		return nil, err
+	}
+	templates, err := open(d)
+	if err != nil {
+		return nil, err
+	}
+	if !o.Local {
+		if err := d.recordStart(ctx); err != nil {
+			return nil, err
+		}
+	}
+	d.background(d.system.Run) // after: Close stops it before it records the end
+	if err := d.openKeys(ctx); err != nil {
+		return nil, err
+	}
+	d.catalog = catalog.New(templates, d.system, d.access)
+	templates.provide = d.catalog.Provide
+	if err := d.openManager(templates, o.FailPoint); err != nil {
+		return nil, err
+	}
+	return d, d.openHandler()
+}
+
+// openStore locks the directories and opens the database.
+func (d *Daemon) openStore(ctx context.Context) (err error) {
 	for dir, mode := range map[string]fs.FileMode{d.cfg.DataDir: 0o711, d.cfg.RunDir: 0o711} {
 		if err := os.MkdirAll(dir, mode); err != nil {
-			return nil, kind.Errorf(kind.Unavailable, "%w", err).WithHint("run bivy as root, or choose other directories with data_dir and run_dir")
+			return kind.Errorf(kind.Unavailable, "%w", err).WithHint("run bivy as root, or choose other directories with data_dir and run_dir")
 		}
 	}
 	if err := lockDir(ctx, d); err != nil {
-		return nil, err
+		return err
 	}
 	if d.store, err = sqlite.Open(ctx, d.data("store"), sqlite.Options{Log: d.log}); err != nil {
-		return nil, err
+		return err
 	}
 	d.closers = append(d.closers, d.store.Close)
-	keys, err := auth.Open(ctx, d.store, time.Now)
+	d.id, err = d.nodeID()
+	return err
+}
+
+// openKeys opens the API keys and makes the first one.
+func (d *Daemon) openKeys(ctx context.Context) (err error) {
+	if d.keys, err = auth.Open(ctx, auth.Options{Store: d.store, Record: d.system, Access: d.access, Log: d.log}); err != nil {
+		return err
+	}
+	if d.AdminKeyFile, err = d.keys.EnsureAdmin(ctx, d.cfg.DataDir); err != nil {
+		return err
+	}
+	d.background(d.keys.Run)
+	return nil
+}
+
+// openManager makes the node and the lifecycle. Both write records: the node
+// through a Recorder, over the journal that the lifecycle has.
+func (d *Daemon) openManager(templates *templates, failPoint func(string)) (err error) {
+	work := workgroup.New()
+	records := journal.New(journal.Options{Store: d.store, Work: work, Log: d.log, FailPoint: failPoint})
+	d.node, err = node.New(node.Options{
+		Dir: d.data("node"), Driver: d.driver, Recorder: journal.NewRecorder(records, d.system, d.id), HostCPUs: templates.hostCPUs, Log: d.log,
+	})
 	if err != nil {
-		return nil, err
-	}
-	if d.AdminKeyFile, err = keys.EnsureAdmin(ctx, d.cfg.DataDir); err != nil {
-		return nil, err
-	}
-	signer, err := audit.LoadSigner(d.cfg.SignerDir())
-	if err != nil {
-		return nil, err
-	}
-	templates, err := d.openDriver()
-	if err != nil {
-		return nil, err
-	}
-	if d.node, err = node.New(node.Options{Dir: d.data("node"), Driver: d.driver, Log: d.log}); err != nil {
-		return nil, err
-	}
-	id, err := d.nodeID()
-	if err != nil {
-		return nil, err
+		return err
 	}
 	d.manager, err = lifecycle.New(lifecycle.Options{
-		Store: d.store, Node: d.node, Templates: templates, Signer: signer, NodeID: id, Log: d.log,
-		CreateLimit: d.cfg.CreateConcurrency, Hook: o.Hook,
-		Versions: map[string]string{"bivy": o.Version.Version, "go": runtime.Version(), "driver": d.driver.Name()},
+		Store: d.store, Journal: records, Work: work, Node: d.node, Templates: templates, System: d.system, Signer: d.signing,
+		Access: d.access, NodeID: d.id, Log: d.log, CreateLimit: d.cfg.CreateConcurrency, Versions: d.versions(), FailPoint: failPoint,
 	})
+	return err
+}
+
+func (d *Daemon) openHandler() error {
+	digestKey, err := d.digestKey()
 	if err != nil {
-		return nil, err
+		return err
 	}
 	d.handler, err = api.New(api.Options{
-		Sessions: d.manager, Commands: api.CommandsOf(d.manager), Files: d.manager, Records: d.manager,
-		Templates: templates, Keys: localKeys{keys, d.local},
-		AuditKey: client.AuditKey{Algorithm: "ed25519", PublicKey: string(signer.Public().Export()), Fingerprint: signer.Public().Fingerprint()},
-		Version:  o.Version, Ready: d.manager.Ready(), Hosts: d.cfg.Hosts, Log: d.log,
-		Node: func(ctx context.Context) (client.Node, error) { return doctor.Examine(ctx, d.cfg) },
+		Sessions: d.manager, Workload: d.manager.Workload(), System: d.system, Templates: d.catalog, Keys: localKeys{d.keys, d.local},
+		Node: nodeinfo.New(nodeinfo.Options{
+			Access: d.access, Version: d.version, Signer: d.signing.Signer,
+			Examine: func(ctx context.Context) (client.Node, error) { return doctor.Examine(ctx, d.cfg) },
+		}),
+		DigestKey: digestKey, Ready: d.manager.Ready(), Hosts: d.cfg.Hosts, Log: d.log,
 	})
-	return d, err
+	return err
+}
+
+// background runs f until Close, which waits for it.
+func (d *Daemon) background(f func(context.Context)) {
+	ctx, cancel := context.WithCancel(context.Background())
+	over := make(chan struct{})
+	go func() { // ends with the closer below
+		defer close(over)
+		f(ctx)
+	}()
+	d.closers = append(d.closers, func() error {
+		cancel()
+		<-over
+		return nil
+	})
+}
+
+const digestKeyBytes = 32
+
+// digestKey reads the secret key of the digests by which repeated creates are
+// recognised, or makes one.
+func (d *Daemon) digestKey() ([]byte, error) {
+	path := d.data("digest.key")
+	b, err := os.ReadFile(path)
+	if errors.Is(err, fs.ErrNotExist) {
+		b = make([]byte, digestKeyBytes)
+		rand.Read(b)
+		return b, durable.WriteFile(path, b, 0o600)
+	}
+	if err == nil && len(b) != digestKeyBytes {
+		err = kind.Errorf(kind.Conflict, "%s has %d bytes, want %d", path, len(b), digestKeyBytes).
+			WithHint("remove it: creates of the last day are then not recognised when they are repeated")
+	}
+	return b, err
 }
 
 func (d *Daemon) data(name string) string { return filepath.Join(d.cfg.DataDir, name) }
@@ -142,7 +237,7 @@ func (d *Daemon) nodeID() (session.NodeID, error) {
 	if id := strings.TrimSpace(string(b)); err != nil || id != "" {
 		return session.NodeID(id), err
 	}
-	return "", kind.Errorf(kind.Conflict, "%s is empty", path).WithHint("write the node's name into it: it is in any session's record")
+	return "", kind.Errorf(kind.Conflict, "%s is empty", path).WithHint("write the node's name into it: every record that it has written names it")
 }
 
 // openDriver makes the driver that the configuration names, and the templates
@@ -192,19 +287,19 @@ func (d *Daemon) openGVisor() (*templates, error) {
 	if err != nil {
 		return nil, err
 	}
-	d.driver = g
+	d.driver, d.isolator = g, payload.Build
 	d.closers = append(d.closers, g.Close)
 	if err := d.openImages(func() (io.ReadCloser, error) { return opened(payload.Open(bundle.Guest)) }); err != nil {
 		return nil, err
 	}
-	// A driver of its own: its sandboxes are nobody's sessions, and must not
-	// look like orphans to the node.
+	// A driver of its own: its sandboxes belong to templates, and the node must
+	// not see them.
 	builder, err := gvisor.New(gvisor.Options{Root: d.run("snapshots"), Sentry: sentry, Cgroup: d.cgroup() + "-snapshots", Log: d.log})
 	if err != nil {
 		return nil, err
 	}
 	d.closers = append(d.closers, builder.Close)
-	t := newTemplates(d.images, builder, payload.Build, d.log)
+	t := newTemplates(d.images, builder, payload.Build, runtime.NumCPU(), d.log)
 	t.agent, t.stamp = payload.SHA256[bundle.Guest], d.data("base-agent")
 	ctx, cancel := context.WithTimeout(context.Background(), sweepPatience)
 	defer cancel()
@@ -256,7 +351,7 @@ func (d *Daemon) collect(ctx context.Context) error {
 	tick := time.NewTicker(collectEvery)
 	defer tick.Stop()
 	for {
-		gone, err := d.images.GC(ctx)
+		gone, err := d.catalog.Collect(ctx)
 		if err != nil && ctx.Err() == nil {
 			d.log.Error("removing unused templates", "error", err)
 		}
@@ -287,17 +382,17 @@ func (d *Daemon) Serve(ctx context.Context, listener net.Listener) error {
 		stop, cancel := context.WithTimeout(context.WithoutCancel(ctx), stopPatience)
 		defer cancel()
 		if err := srv.Shutdown(stop); err != nil {
-			return srv.Close() // streams that go on for ever are cut
+			return srv.Close() // cut the streams that do not end by themselves
 		}
 		return nil
 	})
 	return group.Wait()
 }
 
-// stopPatience is how long open requests may finish when the server stops.
+// stopPatience is how long open requests may take when the server stops.
 const stopPatience = 3 * time.Second
 
-// Close lets go of what New opened, last first. Sandboxes live on.
+// Close closes what New opened, last first. Sandboxes live on.
 func (d *Daemon) Close() error {
 	var errs []error
 	for i := len(d.closers) - 1; i >= 0; i-- {

@@ -30,6 +30,9 @@ func Engine(v client.Version) cli.Engine {
 		Local: func(ctx context.Context, cfg config.Config, log *slog.Logger) (*cli.Local, error) {
 			return local(ctx, Options{Config: cfg, Log: log, Version: v})
 		},
+		ReplaceLostKey: func(ctx context.Context, cfg config.Config) (client.AuditKey, error) {
+			return replaceLostKey(ctx, Options{Config: cfg, Log: slog.New(slog.DiscardHandler), Version: v})
+		},
 		Doctor: doctor.Examine,
 		Bench: func(ctx context.Context, _ config.Config, b cli.Bench) error {
 			return bench.Run(ctx, bench.Options{Suite: b.Suite, OutDir: b.OutDir, JSON: b.JSON, Stdout: b.Stdout, Stderr: b.Stderr, Version: v})
@@ -42,7 +45,7 @@ func serve(ctx context.Context, o Options, ready func(cli.Listening)) (err error
 	listener, url, err := listen(ctx, o.Config)
 	if err != nil {
 		if errors.Is(err, unix.EADDRINUSE) && config.Held(o.Config.RunDir) {
-			return config.HeldError(o.Config.RunDir) // it is that one which has the address
+			return config.HeldError(o.Config.RunDir) // that process has the address
 		}
 		return err
 	}
@@ -56,8 +59,8 @@ func serve(ctx context.Context, o Options, ready func(cli.Listening)) (err error
 		select {
 		case <-d.Ready():
 			ready(cli.Listening{URL: url, KeyFile: d.keyFile()})
-			// Unpacking what is carried inside takes some thirty megabytes that
-			// are never needed again.
+			// Unpacking the carried binaries takes some thirty megabytes that are
+			// not needed again.
 			debug.FreeOSMemory()
 		case <-ctx.Done():
 		}
@@ -92,6 +95,7 @@ func listen(ctx context.Context, cfg config.Config) (net.Listener, string, error
 
 // local opens a daemon for this process alone.
 func local(ctx context.Context, o Options) (*cli.Local, error) {
+	o.Local = true
 	d, err := New(ctx, o)
 	if err != nil {
 		return nil, err

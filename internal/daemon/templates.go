@@ -18,8 +18,7 @@ import (
 	"bivy/internal/guest/guestclient"
 	"bivy/internal/guest/wire"
 	"bivy/internal/kind"
-	"bivy/internal/lifecycle"
-	"bivy/internal/node"
+	"bivy/internal/sandbox"
 	"bivy/internal/session"
 	"bivy/internal/snapshot"
 	"bivy/internal/template"
@@ -33,7 +32,11 @@ const agentPath = "/usr/bin/bivy-guest"
 type templates struct {
 	*template.Store
 	snapshots *snapshot.Maker // nil: the driver boots every sandbox
+	hostCPUs  int             // as the node's
 	log       *slog.Logger
+
+	// provide is Build for a template that the node needs by itself, recorded.
+	provide func(ctx context.Context, spec template.Spec, progress template.Progress) (template.Template, error)
 
 	// agent is the digest of the agent that this build puts into images, and
 	// stamp the file that says which one base was built with.
@@ -43,8 +46,8 @@ type templates struct {
 func newTemplates(store *template.Store, builder interface {
 	driver.Driver
 	driver.Checkpointer
-}, build string, log *slog.Logger) *templates {
-	return &templates{Store: store, log: log, snapshots: snapshot.New(snapshot.Options{
+}, build string, hostCPUs int, log *slog.Logger) *templates {
+	return &templates{Store: store, log: log, hostCPUs: hostCPUs, snapshots: snapshot.New(snapshot.Options{
 		Driver: builder, Build: build, Log: log,
 		Ready: func(ctx context.Context, d driver.Driver, id session.SandboxID) error {
 			c := guestclient.New(guestclient.Config{Dial: func(ctx context.Context) (net.Conn, error) { return d.Dial(ctx, id, wire.Port) }})
@@ -63,15 +66,15 @@ func (t *templates) Build(ctx context.Context, spec template.Spec, progress temp
 	if progress != nil {
 		progress(template.Event{Phase: "snapshot"})
 	}
-	_, err = t.snapshot(ctx, image)
+	_, err = t.resolved(ctx, image)
 	return image, err
 }
 
 // Resolve implements lifecycle.Templates.
-func (t *templates) Resolve(ctx context.Context, name string, progress func(done, total int64, what string)) (lifecycle.Template, error) {
+func (t *templates) Resolve(ctx context.Context, name string, progress func(done, total int64, what string)) (sandbox.Template, error) {
 	image, err := t.Store.Get(name)
 	if isBase(name) && (kind.Is(err, kind.NotFound) || err == nil && t.outdated()) {
-		image, err = t.Build(ctx, template.Base(), func(e template.Event) {
+		image, err = t.provide(ctx, template.Base(), func(e template.Event) {
 			if progress != nil {
 				progress(e.Done, e.Total, "template base: "+e.Phase)
 			}
@@ -80,23 +83,42 @@ func (t *templates) Resolve(ctx context.Context, name string, progress func(done
 			err = t.built()
 		}
 	}
-	if err != nil {
-		return lifecycle.Template{}, err
+	if kind.Is(err, kind.NotFound) {
+		return sandbox.Template{}, kind.Errorf(kind.NotFound, "%w", err).WithField("template")
 	}
-	dir, err := t.snapshot(ctx, image)
 	if err != nil {
-		return lifecycle.Template{}, err
+		return sandbox.Template{}, err
 	}
-	// The group that an image may name after the user is the account's own.
+	return t.resolved(ctx, image)
+}
+
+// resolved describes an image with its snapshot, which it makes when there is
+// none. The snapshot is of a sandbox with the default resources of a session;
+// sessions of other shapes are booted (sandbox.Restorable).
+func (t *templates) resolved(ctx context.Context, image template.Template) (sandbox.Template, error) {
+	// An image may name a group after the user; the account's own is used.
 	user, _, _ := strings.Cut(image.Config.User, ":")
-	return lifecycle.Template{
-		Digest: string(image.Digest), ImageDigest: string(image.ImageDigest), Image: image.Image, Snapshot: dir, SnapshotDiskMiB: snapshotResources.DiskMiB,
+	out := sandbox.Template{
+		Digest: string(image.Digest), ImageDigest: string(image.ImageDigest), Image: image.Image,
 		Env: image.Config.Env, User: user, Workdir: image.Config.Workdir, Agent: []string{agentPath},
-	}, nil
+	}
+	if t.snapshots == nil {
+		return out, nil
+	}
+	start := sandbox.Spec{
+		ID: session.NewID().Sandbox(1), Owner: driver.Owner{Kind: driver.OwnedByTemplate, ID: out.Digest},
+		Session: session.Spec{}.WithDefaults(), Template: out,
+	}.StartRequest(t.hostCPUs)
+	dir, err := t.snapshots.Ensure(ctx, snapshot.Request{Dir: image.SnapshotDir(), Start: start})
+	if err != nil {
+		return sandbox.Template{}, err
+	}
+	out.Snapshot, out.SnapshotShape = dir, start.Shape
+	return out, nil
 }
 
 // outdated reports whether base has the agent of another build: an upgrade
-// makes it anew on first use. Other templates are their owners' to rebuild.
+// makes it anew on first use. Other templates are rebuilt by their owners.
 func (t *templates) outdated() bool {
 	b, err := os.ReadFile(t.stamp)
 	return t.agent != "" && (err != nil || string(b) != t.agent)
@@ -115,31 +137,13 @@ func isBase(name string) bool {
 	return err == nil && baseErr == nil && ref == base
 }
 
-// snapshotResources are a session's defaults: a sandbox is restored with the
-// disk it was saved with, so that sessions that ask for another are booted.
-var snapshotResources = session.Spec{}.WithDefaults().Resources
-
-func (t *templates) snapshot(ctx context.Context, image template.Template) (string, error) {
-	if t.snapshots == nil {
-		return "", nil
-	}
-	r := snapshotResources
-	return t.snapshots.Ensure(ctx, snapshot.Request{
-		Dir: image.SnapshotDir(),
-		Start: driver.StartRequest{
-			Image: image.Image, Args: []string{agentPath}, Env: []string{"PATH=" + node.AgentSearchPath}, Hostname: "bivy",
-			Limits: driver.Limits{CPUMillis: r.CPUMillis, MemoryBytes: r.MemoryMiB << 20, DiskBytes: r.DiskMiB << 20, PIDs: r.PIDs},
-		},
-	})
-}
-
 // Lease implements lifecycle.Templates.
 func (t *templates) Lease(_ context.Context, digest, holder string) error {
 	return t.Store.Lease(template.Digest(digest), holder)
 }
 
-// Release implements lifecycle.Templates. A holder may hold any image: which
-// one it was is not worth a second place to keep it.
+// Release implements lifecycle.Templates. Which image a holder has is not kept
+// in a second place: every image is asked.
 func (t *templates) Release(_ context.Context, holder string) error {
 	all, err := t.Store.List()
 	for _, l := range all {

@@ -1,5 +1,5 @@
-// Package doctor looks at a machine and says what it enables or forbids, so
-// that what cannot work is known before it fails.
+// Package doctor checks whether this machine can run sandboxes, and reports for
+// each requirement what it found and what that means.
 package doctor
 
 import (
@@ -23,8 +23,8 @@ import (
 	"bivy/internal/template"
 )
 
-// Examine looks at this machine with the eyes of a configuration. It changes
-// nothing but an empty cgroup, which it removes again.
+// Examine checks this machine for the given configuration. It changes nothing
+// except that it creates an empty cgroup and removes it again.
 func Examine(ctx context.Context, cfg config.Config) (client.Node, error) {
 	checks := []func(config.Config) client.Fact{
 		user, kernel, architecture, cgroups, payload, memory, dataDisk, runDisk, userNamespaces, sysResource, kvm, basePackages,
@@ -65,11 +65,11 @@ func kernel(config.Config) client.Fact {
 	release := string(u.Release[:bytes.IndexByte(u.Release[:], 0)])
 	var major, minor int
 	if _, err := fmt.Sscanf(release, "%d.%d", &major, &minor); err != nil || major < 5 || major == 5 && minor < 10 {
-		f := fact("kernel", client.FactFail, release, "waiting for a sandbox's process needs pidfds that do not block, Linux 5.10")
+		f := fact("kernel", client.FactFail, release, "Linux 5.10 or newer is required, for pidfds that do not block")
 		f.Hint = "use a newer kernel"
 		return f
 	}
-	return fact("kernel", client.FactOK, release, "new enough")
+	return fact("kernel", client.FactOK, release, "supported")
 }
 
 func architecture(config.Config) client.Fact {
@@ -96,7 +96,7 @@ func cgroups(config.Config) client.Fact {
 		}
 	}
 	if err != nil {
-		f := fact("cgroups", client.FactFail, err.Error(), "sandboxes cannot be limited, so none is started")
+		f := fact("cgroups", client.FactFail, err.Error(), "sandboxes cannot be limited, so none can be started")
 		f.Hint = kind.Hint(err)
 		return f
 	}
@@ -106,11 +106,11 @@ func cgroups(config.Config) client.Fact {
 func payload(config.Config) client.Fact {
 	m, err := bundle.Load()
 	if err != nil {
-		f := fact("payload", client.FactFail, err.Error(), "there is no guest kernel to start")
+		f := fact("payload", client.FactFail, err.Error(), "this binary does not contain the guest kernel")
 		f.Hint = kind.Hint(err)
 		return f
 	}
-	return fact("payload", client.FactOK, m.Build, "bivy-sentry and bivy-guest are inside")
+	return fact("payload", client.FactOK, m.Build, "bivy-sentry and bivy-guest are included")
 }
 
 func memory(config.Config) client.Fact {
@@ -128,7 +128,7 @@ func memory(config.Config) client.Fact {
 	}
 	found := fmt.Sprintf("%d MiB available", available>>10)
 	if available < 512<<10 {
-		return fact("memory", client.FactWarn, found, "little room for sandboxes")
+		return fact("memory", client.FactWarn, found, "not enough for more than a few sandboxes")
 	}
 	return fact("memory", client.FactOK, found, "an idle sandbox takes about 10 MiB beside what it runs")
 }
@@ -138,7 +138,7 @@ func dataDisk(cfg config.Config) client.Fact {
 }
 
 func runDisk(cfg config.Config) client.Fact {
-	return disk("run_dir", cfg.RunDir, 64<<20, "what running sandboxes need on the host is kept here")
+	return disk("run_dir", cfg.RunDir, 64<<20, "the state of running sandboxes is kept here")
 }
 
 func disk(name, dir string, want uint64, means string) client.Fact {
@@ -165,11 +165,11 @@ func disk(name, dir string, want uint64, means string) client.Fact {
 func userNamespaces(config.Config) client.Fact {
 	b, err := os.ReadFile("/proc/sys/user/max_user_namespaces")
 	if found := strings.TrimSpace(string(b)); err != nil || found == "0" {
-		f := fact("user namespaces", client.FactFail, found, "a sentry cannot be made an unprivileged user of the host")
+		f := fact("user namespaces", client.FactFail, found, "sandbox processes cannot run as unprivileged users of the host")
 		f.Hint = "sysctl user.max_user_namespaces=65536"
 		return f
 	}
-	return fact("user namespaces", client.FactOK, "allowed", "sentries run as unprivileged users of the host")
+	return fact("user namespaces", client.FactOK, "allowed", "sandbox processes run as unprivileged users of the host")
 }
 
 func sysResource(config.Config) client.Fact {
@@ -179,7 +179,7 @@ func sysResource(config.Config) client.Fact {
 		return fact("CAP_SYS_RESOURCE", client.FactWarn, err.Error(), "unknown")
 	}
 	if data[0].Effective&(1<<unix.CAP_SYS_RESOURCE) == 0 {
-		return fact("CAP_SYS_RESOURCE", client.FactWarn, "missing", "limits of bivy's own files and processes cannot be raised; nothing else is lost")
+		return fact("CAP_SYS_RESOURCE", client.FactWarn, "missing", "limits of bivy's own files and processes cannot be raised; everything else works")
 	}
 	return fact("CAP_SYS_RESOURCE", client.FactOK, "present", "limits can be raised")
 }

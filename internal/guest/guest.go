@@ -1,23 +1,3 @@
-// Package guest is what the agent inside a sandbox does: it is process 1,
-// starts and reaps everything else, and serves the host (and, through it, the
-// clients) over one port: the process and filesystem services, file content,
-// metrics, initialisation.
-//
-// # Who may ask
-//
-// The host initialises the agent with a token, and every request but a health
-// check needs that token or, for files, a signature made with it. The agent
-// runs as root, and the programs it is there to contain can reach its port, so
-// a connection that comes from inside the sandbox never gets anything without
-// the token and can never initialise. Until the first initialisation nothing
-// is served at all. An initialisation may leave the token empty: then the host
-// needs none.
-//
-// # Limits
-//
-// They are constants beside what they limit: request sizes in package wire,
-// processes in proc, watchers and listings in files and watch, connections and
-// times here.
 package guest
 
 import (
@@ -55,13 +35,13 @@ const (
 	// end of its headers, maxHeader their size.
 	headerTimeout = 30 * time.Second
 	maxHeader     = 64 << 10
-	// StallTimeout is how long a peer may take for one more piece, of what it
-	// sends or of what it is sent, before its connection is cut. A slow reader
-	// slows a process down; one that does not read at all cannot hold it
-	// longer than this.
+	// StallTimeout is how long one read from or write to a connection may wait
+	// for the peer before the connection is closed. A slow reader slows a
+	// process down; one that does not read at all blocks it for at most this
+	// time.
 	StallTimeout = 10 * time.Minute
 	// maxLocal is how many connections programs inside may hold, so that they
-	// cannot shut out the host.
+	// cannot use up the descriptors that the host's connections need.
 	maxLocal = 256
 	// maxInit bounds the body of an initialisation.
 	maxInit = 8 << 20
@@ -71,7 +51,7 @@ const (
 type Config struct {
 	Listen   string // host:port, or unix:path for a host that shares a file system
 	Etc      string // where passwd, group and hosts are
-	Run      string // where the marks for E2B's tools are put, in e2b/
+	Run      string // where the files that identify the sandbox to E2B's tools are written, in e2b/
 	User     string // the default user until an initialisation names one
 	Path     string // what processes get as PATH
 	SetClock bool   // whether to set the kernel's clock
@@ -89,13 +69,13 @@ func Default() Config {
 
 // Agent is a running agent.
 type Agent struct {
-	cfg     Config
-	log     *slog.Logger
-	realm   *accounts.Realm
-	reaper  *proc.Reaper
-	process *proc.Service
-	files   *files.Service
-	usage   usage
+	cfg      Config
+	log      *slog.Logger
+	resolver *accounts.Resolver
+	reaper   *proc.Reaper
+	process  *proc.Service
+	files    *files.Service
+	usage    usage
 
 	processes, filesystem http.Handler // the two services
 
@@ -115,15 +95,15 @@ func New(cfg Config) (*Agent, error) {
 		return nil, err
 	}
 	db := accounts.Open(filepath.Join(cfg.Etc, "passwd"), filepath.Join(cfg.Etc, "group"))
-	realm := accounts.NewRealm(db, cfg.Path, accounts.Settings{User: cfg.User})
+	resolver := accounts.NewResolver(db, cfg.Path, accounts.Settings{User: cfg.User})
 	a := &Agent{
-		cfg: cfg, log: cfg.Log, realm: realm, reaper: reaper,
-		process: proc.NewService(realm, reaper, cfg.Log),
-		files:   files.NewService(realm, cfg.Log),
+		cfg: cfg, log: cfg.Log, resolver: resolver, reaper: reaper,
+		process: proc.NewService(resolver, reaper, cfg.Log),
+		files:   files.NewService(resolver, cfg.Log),
 	}
 	opts := []connect.HandlerOption{
 		connect.WithReadMaxBytes(wire.MaxMessage),
-		// The other end is on the same machine: compression would only cost.
+		// The peer is on the same machine, so compression only costs processor time.
 		connect.WithCompressMinBytes(1 << 30),
 	}
 	_, a.processes = processconnect.NewProcessHandler(a.process, opts...)
@@ -150,7 +130,8 @@ func (a *Agent) Listen(ctx context.Context) (net.Listener, error) {
 	return l, nil
 }
 
-// Run serves on l until ctx is done, and then kills everything.
+// Run serves on l until ctx is done, then kills every process: all processes of
+// the sandbox when the agent is process 1, otherwise those that it started.
 func (a *Agent) Run(ctx context.Context, l net.Listener) error {
 	ctx, stop := context.WithCancel(ctx)
 	defer stop()
@@ -176,7 +157,7 @@ func (a *Agent) Run(ctx context.Context, l net.Listener) error {
 		err = nil
 	}
 	if os.Getpid() == 1 {
-		// Everything but us.
+		// Every process except this one.
 		err = errors.Join(err, ignore(unix.Kill(-1, unix.SIGKILL), unix.ESRCH))
 	} else {
 		a.process.KillAll()
@@ -193,27 +174,27 @@ func ignore(err, expected error) error {
 	return err
 }
 
-// now is the host's clock as far as the agent knows it.
+// now returns the host's time, as last set by an initialisation.
 func (a *Agent) now() time.Time {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	return time.Now().Add(a.offset)
 }
 
-// reclaim gives memory back that the last requests needed.
+// reclaim returns the memory that earlier requests needed to the kernel.
 func reclaim() {
-	runtime.GC() // what a pool holds survives one collection
+	runtime.GC() // objects in a sync.Pool survive one collection; FreeOSMemory does the second
 	debug.FreeOSMemory()
 }
 
-// patience renews a connection's deadlines with every piece that is read or
-// written, so that only a peer that has stopped altogether is cut off.
-type patience struct {
+// deadlineWriter sets a new write deadline before every write, so that only a
+// peer that has stopped reading is disconnected.
+type deadlineWriter struct {
 	http.ResponseWriter
 	control *http.ResponseController
 }
 
-func (p *patience) Write(b []byte) (int, error) {
+func (p *deadlineWriter) Write(b []byte) (int, error) {
 	if err := p.control.SetWriteDeadline(time.Now().Add(StallTimeout)); err != nil {
 		return 0, err
 	}
@@ -221,21 +202,22 @@ func (p *patience) Write(b []byte) (int, error) {
 }
 
 // Flush implements http.Flusher, which streams need.
-func (p *patience) Flush() {
-	_ = p.control.Flush() // a broken connection shows at the next write
+func (p *deadlineWriter) Flush() {
+	_ = p.control.Flush() // the next write reports a broken connection
 }
 
 // Unwrap lets an http.ResponseController find the connection.
-func (p *patience) Unwrap() http.ResponseWriter { return p.ResponseWriter }
+func (p *deadlineWriter) Unwrap() http.ResponseWriter { return p.ResponseWriter }
 
-// patientBody is the request's half of patience. Its deadline does not outlive
-// the read: the server goes on reading to notice a client that leaves.
-type patientBody struct {
+// deadlineBody does the same for reads of the request's body. It clears the
+// deadline after each read, because the server keeps reading in the background
+// to notice when the client disconnects.
+type deadlineBody struct {
 	io.ReadCloser
 	control *http.ResponseController
 }
 
-func (p *patientBody) Read(b []byte) (int, error) {
+func (p *deadlineBody) Read(b []byte) (int, error) {
 	if err := p.control.SetReadDeadline(time.Now().Add(StallTimeout)); err != nil {
 		return 0, err
 	}

@@ -67,7 +67,7 @@ func beAgent(text string) error {
 	if err != nil {
 		return err
 	}
-	if err := guest.Settle(cfg.Log); err != nil {
+	if err := guest.PrepareProcess(cfg.Log); err != nil {
 		return err
 	}
 	ctx, stop := context.WithCancel(context.Background())

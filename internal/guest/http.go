@@ -15,7 +15,7 @@ import (
 	"bivy/internal/guest/wire"
 )
 
-// exposed are the response headers a browser's script may read.
+// exposed lists the response headers that scripts in a browser may read (CORS).
 const exposed = "Content-Encoding, Content-Disposition, Connect-Content-Encoding, Grpc-Status, Grpc-Message, Grpc-Status-Details-Bin, " +
 	wire.HeaderReason + ", " + wire.HeaderVersion
 
@@ -26,7 +26,7 @@ func (a *Agent) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	h.Set("Access-Control-Expose-Headers", exposed)
 	if r.Method == http.MethodOptions && r.Header.Get("Access-Control-Request-Method") != "" {
 		h.Set("Access-Control-Allow-Methods", "GET, HEAD, POST, PUT, PATCH, DELETE")
-		// A wildcard would not cover Authorization.
+		// A wildcard does not cover Authorization.
 		if asked := r.Header.Get("Access-Control-Request-Headers"); asked != "" {
 			h.Set("Access-Control-Allow-Headers", asked)
 		}
@@ -35,36 +35,36 @@ func (a *Agent) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	control := http.NewResponseController(w)
-	w = &patience{w, control}
-	r.Body = &patientBody{r.Body, control}
+	w = &deadlineWriter{w, control}
+	r.Body = &deadlineBody{r.Body, control}
 	if err := a.route(w, r); err != nil {
-		a.refuse(w, r, err)
+		a.writeError(w, r, err)
 	}
 }
 
 // refuse answers with an error. What is not a refusal is a fault of the
 // agent's, of which the client learns no more than that.
-func (a *Agent) refuse(w http.ResponseWriter, r *http.Request, err error) {
-	var refused *files.Refused
-	if !errors.As(err, &refused) {
-		a.log.Error("request", "method", r.Method, "path", r.URL.Path, "err", err)
-		refused = &files.Refused{Status: http.StatusInternalServerError, Text: "internal error"}
+func (a *Agent) writeError(w http.ResponseWriter, r *http.Request, err error) {
+	var httpErr *files.HTTPError
+	if !errors.As(err, &httpErr) {
+		a.log.Error("request failed", "method", r.Method, "path", r.URL.Path, "err", err)
+		httpErr = &files.HTTPError{Status: http.StatusInternalServerError, Text: "internal error"}
 	}
 	h := w.Header()
 	h.Set("Content-Type", "application/json")
 	h.Del("Content-Encoding")
 	h.Del("Content-Disposition")
-	if refused.Why != "" {
-		h.Set(wire.HeaderReason, string(refused.Why))
+	if httpErr.Why != "" {
+		h.Set(wire.HeaderReason, string(httpErr.Why))
 	}
-	w.WriteHeader(refused.Status)
-	// The client may have gone; there is nobody else to tell.
-	_ = json.NewEncoder(w).Encode(wire.ErrorBody{Code: refused.Status, Message: refused.Text})
+	w.WriteHeader(httpErr.Status)
+	// An error here means that the client has disconnected.
+	_ = json.NewEncoder(w).Encode(wire.ErrorBody{Code: httpErr.Status, Message: httpErr.Text})
 }
 
-func refused(status int, text string) error { return &files.Refused{Status: status, Text: text} }
+func httpError(status int, text string) error { return &files.HTTPError{Status: status, Text: text} }
 
-// route authorises and answers a request.
+// route authorises a request and handles it.
 func (a *Agent) route(w http.ResponseWriter, r *http.Request) error {
 	path := r.URL.Path
 	if path == "/health" {
@@ -77,24 +77,24 @@ func (a *Agent) route(w http.ResponseWriter, r *http.Request) error {
 	local, _ := r.Context().Value(localKey{}).(bool)
 	if path == "/init" || path == "/reclaim" {
 		if local {
-			return refused(http.StatusForbidden, "only the host may do this")
+			return httpError(http.StatusForbidden, "only the host may use "+path)
 		}
 	}
 	if path == "/init" {
 		return a.serveInit(w, r)
 	}
-	token, ready := a.access()
+	token, ready := a.accessToken()
 	if !ready {
-		return refused(http.StatusServiceUnavailable, "the sandbox is not initialised yet")
+		return httpError(http.StatusServiceUnavailable, "the sandbox is not initialised")
 	}
 	if token == "" && local {
-		return refused(http.StatusUnauthorized, "programs inside the sandbox need an access token, and there is none")
+		return httpError(http.StatusUnauthorized, "programs inside the sandbox need an access token, and none is set")
 	}
 	if path == "/files" {
 		return a.serveFiles(w, r, token)
 	}
-	if token != "" && !same(r.Header.Get(wire.HeaderToken), token) {
-		return refused(http.StatusUnauthorized, "the access token is missing or wrong: send it as "+wire.HeaderToken)
+	if token != "" && !equalSecrets(r.Header.Get(wire.HeaderToken), token) {
+		return httpError(http.StatusUnauthorized, "the access token is missing or wrong: send it as "+wire.HeaderToken)
 	}
 	switch {
 	case strings.HasPrefix(path, "/process.Process/"):
@@ -108,21 +108,21 @@ func (a *Agent) route(w http.ResponseWriter, r *http.Request) error {
 			return err
 		}
 		written, err := a.files.Compose(r)
-		return answer(w, written, err)
+		return writeJSON(w, written, err)
 	case path == "/metrics":
 		if err := method(r, http.MethodGet); err != nil {
 			return err
 		}
-		return answer(w, a.metrics(), nil)
+		return writeJSON(w, a.metrics(), nil)
 	case path == "/envs":
 		if err := method(r, http.MethodGet); err != nil {
 			return err
 		}
-		env := a.realm.Settings().Env
+		env := a.resolver.Settings().Env
 		if env == nil {
 			env = map[string]string{}
 		}
-		return answer(w, env, nil)
+		return writeJSON(w, env, nil)
 	case path == "/reclaim":
 		if err := method(r, http.MethodPost); err != nil {
 			return err
@@ -131,7 +131,7 @@ func (a *Agent) route(w http.ResponseWriter, r *http.Request) error {
 		w.WriteHeader(http.StatusNoContent)
 		return nil
 	}
-	return refused(http.StatusNotFound, "there is nothing at "+strconv.Quote(path))
+	return httpError(http.StatusNotFound, "no such endpoint: "+strconv.Quote(path))
 }
 
 func method(r *http.Request, allowed ...string) error {
@@ -140,10 +140,10 @@ func method(r *http.Request, allowed ...string) error {
 			return nil
 		}
 	}
-	return refused(http.StatusMethodNotAllowed, "method "+strconv.Quote(r.Method)+" is not allowed here, only "+strings.Join(allowed, " and "))
+	return httpError(http.StatusMethodNotAllowed, "method "+strconv.Quote(r.Method)+" is not allowed here, only "+strings.Join(allowed, " and "))
 }
 
-func answer(w http.ResponseWriter, body any, err error) error {
+func writeJSON(w http.ResponseWriter, body any, err error) error {
 	if err != nil {
 		return err
 	}
@@ -153,12 +153,12 @@ func answer(w http.ResponseWriter, body any, err error) error {
 	}
 	w.Header().Set("Content-Type", "application/json")
 	if _, err := w.Write(text); err != nil {
-		return nil //nolint:nilerr // the client has gone
+		return nil //nolint:nilerr // the client has disconnected
 	}
 	return nil
 }
 
-// serveFiles answers /files, for which a signature will do.
+// serveFiles handles /files, which accepts a signature instead of the token.
 func (a *Agent) serveFiles(w http.ResponseWriter, r *http.Request, token string) error {
 	operation := wire.SignRead
 	if r.Method == http.MethodPost {
@@ -175,7 +175,7 @@ func (a *Agent) serveFiles(w http.ResponseWriter, r *http.Request, token string)
 	if user == "" {
 		name, err := proc.Username(r.Header)
 		if err != nil {
-			return refused(http.StatusUnauthorized, "the Authorization header is malformed")
+			return httpError(http.StatusUnauthorized, "the Authorization header is malformed")
 		}
 		user = name
 	}
@@ -183,58 +183,58 @@ func (a *Agent) serveFiles(w http.ResponseWriter, r *http.Request, token string)
 		return a.files.Read(w, r, user)
 	}
 	written, err := a.files.Write(r, user)
-	return answer(w, written, err)
+	return writeJSON(w, written, err)
 }
 
-// authoriseFile checks the token if there is one, else the signature.
+// authoriseFile checks the token if the request has one, otherwise the signature.
 func (a *Agent) authoriseFile(r *http.Request, operation, token string) error {
 	if given := r.Header.Get(wire.HeaderToken); given != "" {
-		if !same(given, token) {
-			return refused(http.StatusUnauthorized, "the access token is wrong")
+		if !equalSecrets(given, token) {
+			return httpError(http.StatusUnauthorized, "the access token is wrong")
 		}
 		return nil
 	}
 	q := r.URL.Query()
-	return checkSignature(signed{
+	return checkSignature(fileSignature{
 		path: q.Get("path"), operation: operation, user: q.Get("username"),
 		signature: q.Get("signature"), expiration: q.Get("signature_expiration"),
 	}, token, a.now())
 }
 
 // signed is a signature and what it is for, as they came in a query.
-type signed struct{ path, operation, user, signature, expiration string }
+type fileSignature struct{ path, operation, user, signature, expiration string }
 
-// checkSignature checks the signature first and the expiry then, so that an
-// expiry nobody signed is never believed.
-func checkSignature(s signed, token string, now time.Time) error {
+// checkSignature checks the signature before the expiry, because the expiry can
+// only be trusted when the signature covers it.
+func checkSignature(s fileSignature, token string, now time.Time) error {
 	if s.signature == "" {
-		return refused(http.StatusUnauthorized, "missing signature query parameter")
+		return httpError(http.StatusUnauthorized, "missing signature query parameter")
 	}
 	var expiry time.Time
 	if s.expiration != "" {
 		seconds, err := strconv.ParseInt(s.expiration, 10, 64)
 		if err != nil || strconv.FormatInt(seconds, 10) != s.expiration {
-			return refused(http.StatusUnauthorized, "invalid signature")
+			return httpError(http.StatusUnauthorized, "invalid signature")
 		}
 		expiry = time.Unix(seconds, 0)
 	}
-	if !same(s.signature, wire.Sign(s.path, s.operation, s.user, token, expiry)) {
-		return refused(http.StatusUnauthorized, "invalid signature")
+	if !equalSecrets(s.signature, wire.Sign(s.path, s.operation, s.user, token, expiry)) {
+		return httpError(http.StatusUnauthorized, "invalid signature")
 	}
 	if s.expiration != "" && now.After(expiry) {
-		return refused(http.StatusUnauthorized, "signature is already expired")
+		return httpError(http.StatusUnauthorized, "signature is already expired")
 	}
 	return nil
 }
 
 // same compares two secrets without telling how far they agree, or how long
 // they are.
-func same(a, b string) bool {
+func equalSecrets(a, b string) bool {
 	x, y := sha256.Sum256([]byte(a)), sha256.Sum256([]byte(b))
 	return subtle.ConstantTimeCompare(x[:], y[:]) == 1
 }
 
-func (a *Agent) access() (token string, ready bool) {
+func (a *Agent) accessToken() (token string, ready bool) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	return a.token, a.ready

@@ -308,7 +308,7 @@ func TestUploads(t *testing.T) {
 		"two for a path":  {"?path=p", body, kind, "", "twice"},
 		"no filename":     {"", noName, kind3, "", "no filename"},
 		"no file":         {"", noFile, kind4, "", "no part named file"},
-		"no path":         {"", "x", "application/octet-stream", "", "path: is missing"},
+		"no path":         {"", "x", "application/octet-stream", "", "path: missing"},
 		"odd type":        {"?path=x", "x", "text/plain", "", "Content-Type"},
 		"no type":         {"?path=x", "x", "", "", "Content-Type"},
 		"odd encoding":    {"?path=x", "x", "application/octet-stream", "br", "Content-Encoding"},

@@ -16,35 +16,36 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"bivy/internal/argv"
 	"bivy/internal/guest/accounts"
 	"bivy/internal/guest/files"
 	"bivy/internal/guest/wire"
 )
 
-// clockSlack is how far the guest's clock may be off before it is set: the
-// request took about as long to come.
+// clockSlack is the largest difference between the clocks that is ignored: it
+// is about the time that the request takes to arrive.
 const clockSlack = 20 * time.Millisecond
 
-// hostsMark ends the line in /etc/hosts that is ours to replace.
-const hostsMark = "# bivy"
+// hostsComment ends the line in /etc/hosts that the agent wrote and may replace.
+const hostsComment = "# bivy"
 
 // serveInit answers POST /init, which only the host may send. The first one
-// needs no token, since nobody has been given one; each later one, as after a
-// restore, needs the current.
+// needs no token, because none is set yet; each later one, as after a restore,
+// needs the current token.
 func (a *Agent) serveInit(w http.ResponseWriter, r *http.Request) error {
 	if err := method(r, http.MethodPost); err != nil {
 		return err
 	}
 	a.initLock.Lock()
 	defer a.initLock.Unlock()
-	if token, _ := a.access(); token != "" && !same(r.Header.Get(wire.HeaderToken), token) {
-		return refused(http.StatusUnauthorized, "the sandbox is initialised: send the current access token as "+wire.HeaderToken)
+	if token, _ := a.accessToken(); token != "" && !equalSecrets(r.Header.Get(wire.HeaderToken), token) {
+		return httpError(http.StatusUnauthorized, "the sandbox is initialised: send the current access token as "+wire.HeaderToken)
 	}
 	var req wire.InitRequest
 	dec := json.NewDecoder(io.LimitReader(r.Body, maxInit))
 	dec.DisallowUnknownFields()
 	if err := dec.Decode(&req); err != nil {
-		return refused(http.StatusBadRequest, "the body is not an initialisation: "+err.Error())
+		return httpError(http.StatusBadRequest, "the body is not an initialisation: "+err.Error())
 	}
 	if err := a.check(req); err != nil {
 		return err
@@ -71,13 +72,15 @@ func (a *Agent) serveInit(w http.ResponseWriter, r *http.Request) error {
 }
 
 func badField(field, format string, args ...any) error {
-	return &files.Refused{Status: http.StatusBadRequest, Text: field + ": " + fmt.Sprintf(format, args...)}
+	return &files.HTTPError{Status: http.StatusBadRequest, Text: field + ": " + fmt.Sprintf(format, args...)}
 }
 
-// check refuses what could not be applied whole.
+// check validates all of req, so that apply does not stop half way.
 func (a *Agent) check(req wire.InitRequest) error {
-	if m := wire.CheckEnv("envVars", req.EnvVars); m != nil {
-		return &files.Refused{Status: http.StatusBadRequest, Why: m.Why, Text: m.Error()}
+	// The limits of a process apply: the template's variables and the session's
+	// are merged here.
+	if err := argv.CheckProcessEnv("envVars", req.EnvVars); err != nil {
+		return &files.HTTPError{Status: http.StatusBadRequest, Why: wire.ReasonOf(err), Text: err.Error()}
 	}
 	if len(req.AccessToken) > 1024 || strings.ContainsFunc(req.AccessToken, func(r rune) bool { return r <= ' ' || r > '~' }) {
 		return badField("accessToken", "want up to 1024 printable characters without spaces")
@@ -88,15 +91,15 @@ func (a *Agent) check(req wire.InitRequest) error {
 	var u accounts.User
 	if req.DefaultUser != "" || req.DefaultWorkdir != "" {
 		var err error
-		if u, err = a.realm.User(req.DefaultUser); err != nil {
+		if u, err = a.resolver.User(req.DefaultUser); err != nil {
 			why := wire.Reason("")
 			if unknown := (*accounts.UnknownError)(nil); errors.As(err, &unknown) {
 				why = wire.ReasonUser
 			}
-			return &files.Refused{Status: http.StatusBadRequest, Why: why, Text: "defaultUser: " + err.Error()}
+			return &files.HTTPError{Status: http.StatusBadRequest, Why: why, Text: "defaultUser: " + err.Error()}
 		}
 	}
-	if _, err := a.realm.Path(u, req.DefaultWorkdir); err != nil {
+	if _, err := a.resolver.Path(u, req.DefaultWorkdir); err != nil {
 		return badField("defaultWorkdir", "%v", err)
 	}
 	return nil
@@ -120,20 +123,20 @@ func (a *Agent) apply(req wire.InitRequest) error {
 			return fmt.Errorf("set host name: %w", err)
 		}
 		if err := a.nameInHosts(req.Hostname); err != nil {
-			// An image may be read-only; only sudo's warning is at stake.
-			a.log.Warn("host name is not in hosts", "err", err)
+			// The image may be read-only. Without the entry sudo only prints a warning.
+			a.log.Warn("cannot add the host name to the hosts file", "err", err)
 		}
 	}
-	a.realm.Update(accounts.Settings{User: req.DefaultUser, Workdir: req.DefaultWorkdir, Env: req.EnvVars})
-	if err := a.marks(req.EnvVars); err != nil {
-		a.log.Warn("marks for E2B's tools are not written", "err", err)
+	a.resolver.Update(accounts.Settings{User: req.DefaultUser, Workdir: req.DefaultWorkdir, Env: req.EnvVars})
+	if err := a.writeE2BFiles(req.EnvVars); err != nil {
+		a.log.Warn("cannot write the files for E2B's tools", "err", err)
 	}
 	return nil
 }
 
-// nameInHosts makes the name resolve to this machine. A file that has it
-// already is left alone: every write is a change that the session's record
-// lists.
+// nameInHosts adds an entry for name to the hosts file, so that it resolves to
+// this machine. It does not write a file that has one already, because the
+// session's record lists every changed file.
 func (a *Agent) nameInHosts(name string) error {
 	path := filepath.Join(a.cfg.Etc, "hosts")
 	old, err := readSmall(path)
@@ -143,7 +146,7 @@ func (a *Agent) nameInHosts(name string) error {
 	var b bytes.Buffer
 	there := false
 	for line := range bytes.Lines(old) {
-		if bytes.HasSuffix(bytes.TrimSpace(line), []byte(hostsMark)) {
+		if bytes.HasSuffix(bytes.TrimSpace(line), []byte(hostsComment)) {
 			continue
 		}
 		b.Write(line)
@@ -159,16 +162,16 @@ func (a *Agent) nameInHosts(name string) error {
 		b.WriteByte('\n')
 	}
 	if !there {
-		fmt.Fprintf(&b, "127.0.1.1\t%s %s\n", name, hostsMark)
+		fmt.Fprintf(&b, "127.0.1.1\t%s %s\n", name, hostsComment)
 	}
-	return os.WriteFile(path, b.Bytes(), 0o644) //nolint:gosec // everybody reads it
+	return os.WriteFile(path, b.Bytes(), 0o644) //nolint:gosec // readable by every user
 }
 
-// maxHosts bounds what is read and written again of a hosts file.
+// maxHosts is the size in bytes up to which a hosts file is rewritten.
 const maxHosts = 1 << 20
 
-// readSmall reads a file that whoever had the sandbox before may have put
-// there: a pipe would never answer, and a huge file would take all memory.
+// readSmall reads a regular file of at most maxHosts bytes. Programs in the
+// sandbox may have replaced it by a FIFO, which would block, or by a huge file.
 func readSmall(path string) ([]byte, error) {
 	f, err := os.OpenFile(path, os.O_RDONLY|unix.O_NONBLOCK, 0)
 	if err != nil {
@@ -180,31 +183,32 @@ func readSmall(path string) ([]byte, error) {
 		return nil, err
 	}
 	if !info.Mode().IsRegular() || info.Size() > maxHosts {
-		return nil, fmt.Errorf("%s is left alone: %s of %d bytes", path, info.Mode(), info.Size())
+		return nil, fmt.Errorf("%s is not changed: %s of %d bytes", path, info.Mode(), info.Size())
 	}
 	return io.ReadAll(io.LimitReader(f, maxHosts))
 }
 
 // marks writes the files by which E2B's tools know where they are.
-func (a *Agent) marks(env map[string]string) error {
+func (a *Agent) writeE2BFiles(env map[string]string) error {
 	dir := filepath.Join(a.cfg.Run, "e2b")
 	for _, name := range [...]string{"E2B_SANDBOX", "E2B_SANDBOX_ID", "E2B_TEMPLATE_ID"} {
 		value, ok := env[name]
 		if !ok {
 			continue
 		}
-		if err := os.MkdirAll(dir, 0o755); err != nil { //nolint:gosec // everybody reads it
+		if err := os.MkdirAll(dir, 0o755); err != nil { //nolint:gosec // readable by every user
 			return err
 		}
-		if err := os.WriteFile(filepath.Join(dir, "."+name), []byte(value), 0o644); err != nil { //nolint:gosec // everybody reads it
+		if err := os.WriteFile(filepath.Join(dir, "."+name), []byte(value), 0o644); err != nil { //nolint:gosec // readable by every user
 			return err
 		}
 	}
 	return nil
 }
 
-// setClock gives the guest's kernel the host's time where it is allowed to,
-// and else remembers the difference for what the agent itself decides by time.
+// setClock sets the guest's clock to the host's time. Where the kernel does not
+// permit that, the agent stores the difference, and uses it to check expiry
+// times. It returns the difference before the call and whether the clock was set.
 func (a *Agent) setClock(host time.Time) (offset time.Duration, set bool) {
 	if host.IsZero() {
 		return 0, false

@@ -6,7 +6,8 @@ import (
 	"sync/atomic"
 )
 
-// localKey marks, in a request's context, whether its peer is inside.
+// localKey is the context key of a bool: whether the request comes from a
+// program inside the sandbox.
 type localKey struct{}
 
 // localConn is a connection from a program inside the sandbox.
@@ -23,7 +24,8 @@ func (c *localConn) Close() error {
 	return c.Conn.Close()
 }
 
-// listener tells connections from inside from the host's and bounds them.
+// listener wraps connections from inside the sandbox in localConn and limits
+// their number.
 type listener struct {
 	net.Listener
 	local atomic.Int32
@@ -37,15 +39,15 @@ func (l *listener) Accept() (net.Conn, error) {
 		}
 		if l.local.Add(1) > maxLocal {
 			l.local.Add(-1)
-			_ = c.Close() // the peer sees it closed, which is the answer
+			_ = c.Close() // the peer sees a closed connection
 			continue
 		}
 		return &localConn{Conn: c, count: &l.local}, nil
 	}
 }
 
-// fromInside reports that the peer has an address of this machine. Over a Unix
-// socket, whose file mode says who may connect, it is the host.
+// fromInside reports whether the peer has an address of this machine. The peer of
+// a Unix socket is the host: the socket's file mode decides who may connect.
 func fromInside(c net.Conn) bool {
 	remote, ok := address(c.RemoteAddr())
 	if !ok {
@@ -55,10 +57,11 @@ func fromInside(c net.Conn) bool {
 	if remote.IsLoopback() || remote.IsUnspecified() || remote == local {
 		return true
 	}
-	// A program can bind any of the machine's addresses, whichever it calls.
+	// A program can connect from any address of the machine, not only from the
+	// one that it connects to.
 	all, err := net.InterfaceAddrs()
 	if err != nil {
-		return false // then only the two above can be known
+		return false // only the addresses above can be checked
 	}
 	for _, a := range all {
 		if n, ok := a.(*net.IPNet); ok {

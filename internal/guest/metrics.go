@@ -14,19 +14,20 @@ import (
 	"bivy/internal/guest/wire"
 )
 
-// maxDisk is more than any disk: a file system in memory may claim 2^63.
+// maxDisk is the largest disk size in bytes that is believed: a file system in
+// memory may report 2^63.
 const maxDisk = 1 << 50
 
-// usage remembers the processor time at the last question, since a share needs
-// two points in time.
+// usage keeps the processor time at the previous call, because a rate needs two
+// measurements.
 type usage struct {
 	mu   sync.Mutex
 	at   time.Time
 	used time.Duration
 }
 
-// metrics measures the guest from inside. What the kernel does not tell is
-// zero; the host measures the sandbox from outside and knows better.
+// metrics measures the guest from inside. Values that the kernel does not report
+// are zero; the host's own measurements of the sandbox are more exact.
 func (a *Agent) metrics() wire.Metrics {
 	m := wire.Metrics{Timestamp: a.now().Unix(), CPUCount: runtime.NumCPU()}
 	m.CPUUsedPct = a.usage.percent(cpuTime(), time.Now())
@@ -62,11 +63,11 @@ func (u *usage) percent(used time.Duration, now time.Time) float64 {
 	return float64(since) / float64(passed) * 100
 }
 
-// cpuTime returns the processor time used in the guest so far: what the kernel
-// counts, or where it does not count, what living processes and reaped
-// children say of themselves.
+// cpuTime returns the processor time used in the guest so far: from /proc/stat,
+// or where the kernel leaves that at zero, the sum over living processes and
+// reaped children.
 func cpuTime() time.Duration {
-	const tick = 10 * time.Millisecond // USER_HZ is 100 on every machine there is
+	const tick = 10 * time.Millisecond // USER_HZ is 100 on every supported architecture
 	text, err := os.ReadFile("/proc/stat")
 	if line, _, ok := bytes.Cut(text, []byte("\n")); err == nil && ok {
 		var busy uint64

@@ -17,7 +17,7 @@ func FuzzSignature(f *testing.F) {
 	now := time.Unix(1_700_000_000, 0)
 	const token = "0tQG31xiMp0IOQfaz9dcwi72L1CPo8e0"
 	f.Fuzz(func(t *testing.T, path, user, signature, expiration string) {
-		err := checkSignature(signed{path, wire.SignRead, user, signature, expiration}, token, now)
+		err := checkSignature(fileSignature{path, wire.SignRead, user, signature, expiration}, token, now)
 		if err == nil {
 			// Only the holder of the token can have made it.
 			var expiry time.Time

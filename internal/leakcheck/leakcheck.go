@@ -1,9 +1,12 @@
-// Package leakcheck sees what a piece of work left behind on the machine:
+// Package leakcheck finds what a piece of work left behind on the machine:
 // processes, cgroups, mounts, files, sockets, file descriptors, goroutines.
 //
 // Take a [Snapshot] before, another after, and compare; or let [Settle] do the
-// second half, which gives what is on its way out the time to go. It serves
-// tests, benchmarks and the doctor alike, and imports nothing of bivy.
+// second half, which waits for what is just ending.
+//
+// What belongs to the work is decided by where it is, never by its name: below
+// this process, in a directory, in a cgroup. The objects of a sandbox have
+// random names, so a name says nothing about whose they are.
 package leakcheck
 
 import (
@@ -22,6 +25,8 @@ import (
 	"strconv"
 	"strings"
 	"time"
+
+	"bivy/internal/poll"
 )
 
 // Kind is a kind of thing that can be left behind.
@@ -41,15 +46,16 @@ const (
 // Where says what belongs to the work that is checked. The zero value looks
 // at this process and its descendants only.
 type Where struct {
-	// Dirs are looked through for files, and for mounts and sockets in them,
-	// and for processes that work in them or run a file of theirs.
+	// Dirs are directories. Every file in them counts, every socket and mount
+	// point in them, every mount of something in them, and every process whose
+	// working directory or program is in them.
 	Dirs []string
-	// CgroupPrefix begins the names of the cgroups that count, with all that
-	// is in them; empty: none.
+	// CgroupPrefix is the beginning of the name of a cgroup. Each cgroup of
+	// such a name counts, with all the cgroups and processes in it, whatever
+	// they are called; empty: none.
 	CgroupPrefix string
-	// Marker is in the command line of processes, in the names of sockets and
-	// in the paths of mounts that count although they are not below this
-	// process or Dirs; empty: none.
+	// Marker makes more processes, sockets and mounts count: those with this
+	// text in their command line, name or mount point; empty: none.
 	Marker string
 	// Ignore excludes things by name; may be nil.
 	Ignore func(k Kind, name string) bool
@@ -109,23 +115,23 @@ func Compare(before, after Snapshot) Diff {
 func Settle(ctx context.Context, w Where, before Snapshot, patience time.Duration) (Diff, error) {
 	ctx, cancel := context.WithTimeout(ctx, patience)
 	defer cancel()
-	tick := time.NewTicker(20 * time.Millisecond)
-	defer tick.Stop()
-	for {
-		now, err := Take(w)
-		if err != nil {
-			return nil, err
+	var grown Diff
+	var failed error
+	waited := poll.Until(ctx, poll.Every(20*time.Millisecond), func() (bool, error) {
+		var now Snapshot
+		if now, failed = Take(w); failed != nil {
+			return true, nil
 		}
-		grown := Compare(before, now).Grown()
-		if len(grown) == 0 {
-			return nil, nil
-		}
-		select {
-		case <-tick.C:
-		case <-ctx.Done():
-			return grown, nil
-		}
+		grown = Compare(before, now).Grown()
+		return len(grown) == 0, nil
+	})
+	if failed != nil {
+		return nil, failed
 	}
+	if waited != nil {
+		return grown, nil // time is up: what is left is the answer
+	}
+	return nil, nil
 }
 
 // TB is the part of testing.TB that Check needs.
@@ -159,7 +165,7 @@ func Check(t TB, w Where) {
 	})
 }
 
-// Take looks at everything once.
+// Take returns what there is now.
 func Take(w Where) (Snapshot, error) {
 	if w.Proc == "" {
 		w.Proc = "/proc"
@@ -202,8 +208,8 @@ func (w Where) inDirs(path string) bool {
 
 func (w Where) marked(s string) bool { return w.Marker != "" && strings.Contains(s, w.Marker) }
 
-// gone reports that something went away while it was looked at, which is not
-// an error here.
+// gone reports whether err means that something ended or was removed while it
+// was looked at, which is not an error here.
 func gone(err error) bool {
 	return errors.Is(err, fs.ErrNotExist) || errors.Is(err, fs.ErrPermission) || strings.Contains(err.Error(), "no such process")
 }
@@ -274,8 +280,8 @@ func processes(w Where, s Snapshot) error {
 	return nil
 }
 
-// holds reports whether a process runs a file below Dirs or is in one of the
-// cgroups that count, which tells of one that says nothing of itself.
+// holds reports whether the program of a process is below Dirs, or the process
+// is in one of the cgroups that count.
 func (w Where) holds(pid int) bool {
 	dir := filepath.Join(w.Proc, strconv.Itoa(pid))
 	if exe, err := os.Readlink(filepath.Join(dir, "exe")); err == nil && w.inDirs(strings.TrimSuffix(exe, " (deleted)")) {
@@ -312,9 +318,29 @@ func mounts(w Where, s Snapshot) error {
 		if len(f) < 5 {
 			return
 		}
-		if point := f[4]; w.inDirs(point) || w.marked(point) {
+		if point := f[4]; w.inDirs(point) || w.marked(point) || w.mounted(f) {
 			s.add(w, Mount, point)
 		}
+	})
+}
+
+// mounted reports whether the mount of a line of mountinfo is of something
+// below Dirs: its source, the directory of a bind mount, or a layer of an
+// overlay, as far as the kernel shows the path.
+func (w Where) mounted(fields []string) bool {
+	return slices.ContainsFunc(fields, func(f string) bool {
+		return slices.ContainsFunc(w.Dirs, func(d string) bool {
+			for {
+				_, after, found := strings.Cut(f, d)
+				if !found {
+					return false
+				}
+				if after == "" || strings.ContainsRune("/:,", rune(after[0])) {
+					return true
+				}
+				f = after
+			}
+		})
 	})
 }
 

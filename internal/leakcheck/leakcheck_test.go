@@ -102,8 +102,9 @@ func TestFindsOrphansByTheirDirectory(t *testing.T) {
 	}
 }
 
-// TestFindsWhatIsInside: what is below a cgroup that counts counts too, and so
-// does a process that runs a file of a directory, whoever its parent is.
+// TestFindsWhatIsInside: everything below a cgroup that counts is found,
+// whatever its name, and so is a process that runs a program of a directory and
+// is not a descendant of this one.
 func TestFindsWhatIsInside(t *testing.T) {
 	dir, cg := t.TempDir(), t.TempDir()
 	must(t, os.MkdirAll(filepath.Join(cg, "memory", "bivy-x"), 0o755))
@@ -116,7 +117,7 @@ func TestFindsWhatIsInside(t *testing.T) {
 	must(t, os.WriteFile(copied, program, 0o700))
 	before, err := Take(w)
 	must(t, err)
-	must(t, os.Mkdir(filepath.Join(cg, "memory", "bivy-x", "inside"), 0o755))
+	must(t, os.Mkdir(filepath.Join(cg, "memory", "bivy-x", "k3vq7slot"), 0o755))
 	cmd := exec.Command("sh", "-c", "cd / && exec 3>&1 && ("+copied+" 1000 >/dev/null 2>&1 3>&- & echo $! >&3)")
 	out, err := cmd.Output()
 	must(t, err)
@@ -145,11 +146,15 @@ func must(t *testing.T, err error) {
 func TestMounts(t *testing.T) {
 	proc := t.TempDir()
 	must(t, os.MkdirAll(filepath.Join(proc, "self"), 0o755))
-	text := "36 35 98:0 / /data/box/a rw - ext4 /dev/x rw\n37 35 98:0 / /else rw - ext4 /dev/x rw\n38 35 98:0 / /run/bivy-9 rw - tmpfs x rw\n"
+	text := "36 35 98:0 / /data/box/a rw - ext4 /dev/x rw\n37 35 98:0 / /else rw - ext4 /dev/x rw\n38 35 98:0 / /run/bivy-9 rw - tmpfs x rw\n" +
+		"39 35 98:0 /data/box/b /mnt/bind rw - ext4 /dev/x rw\n" +
+		"40 35 98:0 / /mnt/image rw - erofs /data/box/image rw\n" +
+		"41 35 98:0 / /mnt/overlay rw - overlay o rw,lowerdir=/x:/data/box/l,upperdir=/y\n" +
+		"42 35 98:0 /data/boxes /mnt/other rw - ext4 /dev/x rw\n"
 	must(t, os.WriteFile(filepath.Join(proc, "self/mountinfo"), []byte(text), 0o600))
 	s := Snapshot{}
 	must(t, mounts(Where{Dirs: []string{"/data/box"}, Marker: "bivy-", Proc: proc}, s))
-	if got := fmt.Sprint(s[Mount]); got != "map[/data/box/a:1 /run/bivy-9:1]" {
+	if got := fmt.Sprint(s[Mount]); got != "map[/data/box/a:1 /mnt/bind:1 /mnt/image:1 /mnt/overlay:1 /run/bivy-9:1]" {
 		t.Errorf("mounts: %s", got)
 	}
 }

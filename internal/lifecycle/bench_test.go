@@ -1,10 +1,9 @@
 package lifecycle_test
 
 import (
+	"bivy/internal/workload"
 	"testing"
 	"time"
-
-	"bivy/internal/lifecycle"
 )
 
 // BenchmarkLife measures what the lifecycle itself costs: the driver is the
@@ -20,7 +19,7 @@ func BenchmarkLife(b *testing.B) {
 		create += time.Since(at)
 
 		at = time.Now()
-		p, err := d.Start(b.Context(), s.ID, alice, lifecycle.Command{Argv: []string{"true"}})
+		p, err := d.Start(b.Context(), alice, s.ID, workload.Command{Argv: []string{"true"}})
 		if err != nil {
 			b.Fatal(err)
 		}
@@ -29,7 +28,7 @@ func BenchmarkLife(b *testing.B) {
 			if err != nil {
 				b.Fatal(err)
 			}
-			if ev.Kind == lifecycle.End {
+			if ev.Kind == workload.End {
 				break
 			}
 		}

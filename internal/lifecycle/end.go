@@ -3,21 +3,40 @@ package lifecycle
 import (
 	"context"
 	"errors"
-	"fmt"
-	"maps"
 	"slices"
 	"sync"
-	"time"
 
+	"bivy/internal/access"
 	"bivy/internal/audit"
+	"bivy/internal/journal"
 	"bivy/internal/kind"
+	"bivy/internal/poll"
 	"bivy/internal/session"
+	"bivy/internal/trace"
+	"bivy/internal/workgroup"
 )
+
+// EndRequest asks for a session's end.
+type EndRequest struct {
+	Caller access.Caller
+	ID     session.ID
+	Reason session.Reason // empty: session.Requested
+	Detail string         // one human sentence; may be empty
+}
+
+// endRequest is an end that was decided on.
+type endRequest struct {
+	actor    session.Principal
+	decision audit.Decision // empty where nothing decided
+	trace    trace.ID       // of the request that asked for it; empty when none did
+	reason   session.Reason
+	detail   string
+}
 
 // ending is the end of one session, in progress. There is at most one, and
 // it goes on until the session has ended or the process stops.
 type ending struct {
-	req  EndRequest
+	req  endRequest
 	stop <-chan struct{} // the process gives up on it
 
 	mu    sync.Mutex
@@ -36,53 +55,71 @@ func (m *Manager) End(ctx context.Context, req EndRequest) (session.Session, err
 		return session.Session{}, err
 	}
 	s, err := m.o.Store.Get(ctx, req.ID)
-	if err != nil || s.State.Terminal() {
-		return s, err
+	if err != nil {
+		return session.Session{}, err
 	}
-	a := m.find(req.ID)
-	if a == nil {
+	decision, err := m.decide(ctx, req.Caller, access.SessionEnd, s)
+	if err != nil {
+		return session.Session{}, err
+	}
+	if s.State.Terminal() {
+		return s, nil
+	}
+	e := m.find(req.ID)
+	if e == nil {
 		if s, err = m.o.Store.Get(ctx, req.ID); err != nil || s.State.Terminal() {
 			return s, err // it ended between the two looks
 		}
 		return s, kind.Errorf(kind.Conflict, "session %s is on node %s", req.ID, s.Node)
 	}
-	if req.Reason == "" {
-		req.Reason = session.Requested
+	end := m.beginEnd(e, endRequest{
+		actor: req.Caller.Principal, decision: decision, trace: trace.FromContext(ctx),
+		reason: orRequested(req.Reason), detail: req.Detail,
+	})
+	if end == nil {
+		return s, workgroup.StoppingError()
 	}
-	e := m.beginEnd(a, req)
-	if e == nil {
-		return s, stoppingError()
+	return end.wait(ctx)
+}
+
+func orRequested(r session.Reason) session.Reason {
+	if r == "" {
+		return session.Requested
 	}
-	return e.wait(ctx)
+	return r
 }
 
 // beginEnd sets the end of a session going, with facts to record beside it;
-// one that is going already is returned. It returns nil when the manager is
+// one that is going already is returned. It returns nil when the process is
 // stopping.
-func (m *Manager) beginEnd(a *active, req EndRequest, facts ...audit.Entry) *ending {
-	a.mu.Lock()
-	if e := a.ending; e != nil {
-		a.mu.Unlock()
-		return e
+func (m *Manager) beginEnd(e *managed, req endRequest, facts ...audit.Entry) *ending {
+	e.mu.Lock()
+	if end := e.ending; end != nil {
+		e.mu.Unlock()
+		return end
 	}
-	e := &ending{req: req, stop: m.ends.Done(), tried: make(chan struct{})}
-	if !m.track() {
-		a.mu.Unlock()
+	end := &ending{req: req, stop: m.work.Late().Done(), tried: make(chan struct{})}
+	done, ok := m.work.Begin()
+	if !ok {
+		e.mu.Unlock()
 		return nil
 	}
-	a.ending = e
-	a.carried = append(a.carried, facts...)
-	a.fenceLocked()
-	stop := a.stopCreate
-	a.mu.Unlock()
+	e.ending = end
+	e.carried = append(e.carried, facts...)
+	current, stop := e.current, e.stopCreate
+	e.mu.Unlock()
+	if current != nil {
+		current.Close()
+	}
+	e.log.Close()
 	if stop != nil {
-		stop(errEnding)
+		stop(journal.ErrClosed)
 	}
 	go func() {
-		defer m.work.Done()
-		m.endLoop(a, e)
+		defer done()
+		m.endLoop(e, end)
 	}()
-	return e
+	return end
 }
 
 // wait waits for the session to have ended, or for an attempt that failed.
@@ -96,7 +133,7 @@ func (e *ending) wait(ctx context.Context) (session.Session, error) {
 		case <-ctx.Done():
 			return session.Session{}, ctx.Err()
 		case <-e.stop:
-			return session.Session{}, stoppingError()
+			return session.Session{}, workgroup.StoppingError()
 		}
 	}
 	e.mu.Lock()
@@ -114,36 +151,32 @@ func (e *ending) report(s session.Session, err error, over bool) {
 }
 
 // endLoop ends a session, again and again until it has ended.
-func (m *Manager) endLoop(a *active, e *ending) {
+func (m *Manager) endLoop(e *managed, end *ending) {
 	select {
-	case <-a.created: // a create in progress has been stopped and undoes itself
-	case <-m.ends.Done():
+	case <-e.created: // a create in progress has been stopped and undoes itself
+	case <-m.work.Late().Done():
 		return
 	}
-	f := newFlow(m, "end", a.id, a.sandbox, e.req.Actor)
-	f.goOn = true
+	ctx := trace.NewContext(m.work.Late(), end.req.trace)
+	flow := e.log.NewFlow(journal.FlowOptions{Name: "end", Actor: end.req.actor, Decision: end.req.decision, GoOn: true})
 	wait := m.b.RetryMin
 	for {
-		s, err := m.endOnce(m.ends, a, e.req, f)
+		s, err := m.endOnce(ctx, e, end.req, flow)
 		if err == nil {
-			m.drop(a)
-			e.report(s, nil, true)
+			m.drop(e)
+			end.report(s, nil, true)
 			return
 		}
 		if kind.Is(err, kind.NotFound) && s.ID == "" {
-			m.drop(a) // no such session: nothing was ever recorded
-			e.report(s, err, true)
+			m.drop(e) // no such session: nothing was ever recorded
+			end.report(s, err, true)
 			return
 		}
-		m.log.Error("ending a session; will try again", "session", a.id, "wait", wait, "error", err)
-		err = kind.Errorf(kind.Unavailable, "session %s is still ending: %w", a.id, err).
-			WithHint("its gates are shut; ending is tried again until the sandbox is proved dead")
-		e.report(s, err, false)
-		timer := time.NewTimer(wait)
-		select {
-		case <-timer.C:
-		case <-m.ends.Done():
-			timer.Stop()
+		m.log.Error("ending a session; will try again", "session", e.id, "wait", wait, "error", err)
+		err = kind.Errorf(kind.Unavailable, "session %s is still ending: %w", e.id, err).
+			WithHint("it admits no work; ending is tried again until the sandbox is proved dead")
+		end.report(s, err, false)
+		if poll.Sleep(ctx, wait) != nil {
 			return
 		}
 		wait = min(2*wait, m.b.RetryMax)
@@ -151,264 +184,108 @@ func (m *Manager) endLoop(a *active, e *ending) {
 }
 
 // endOnce runs the end from where it is.
-func (m *Manager) endOnce(ctx context.Context, a *active, req EndRequest, f *flow) (session.Session, error) {
-	s, err := m.o.Store.Get(ctx, a.id)
+func (m *Manager) endOnce(ctx context.Context, e *managed, req endRequest, flow *journal.Flow) (session.Session, error) {
+	s, err := m.o.Store.Get(ctx, e.id)
 	if err != nil {
 		return session.Session{}, err
 	}
 	if s.State.Terminal() {
 		return s, nil
 	}
-	if s.State == session.Ending && len(f.intended) == 0 {
+	if s.State == session.Ending && (flow.Uncertain() || !flow.Begun()) {
 		// An earlier process began, or a reply was lost: go on from the last
 		// intent.
-		past, err := m.past(ctx, a.id)
-		if err != nil {
+		var h journal.History
+		if err := m.journal.Read(ctx, e.id, h.Add); err != nil {
 			return s, err
 		}
-		past.resume(f)
+		flow.Continue(&h)
 	}
 	began := false
-	fence := func(ctx context.Context, intents []audit.Entry) error {
-		s, err = m.fence(ctx, a, req, f, intents)
+	fence := func(ctx context.Context, intents []audit.Entry) (first uint64, err error) {
+		s, first, err = m.recordEnding(ctx, e, req, flow, intents)
 		began = err == nil
-		return err
+		return first, err
 	}
-	if err := f.run(ctx, m.endSteps(a, &s), fence); err != nil {
+	if err := flow.Run(ctx, m.endSteps(e, &s), fence); err != nil {
 		if !began {
 			// Not even the intent can be written. What protects others needs
 			// no record: nothing gets in or out, and nothing runs.
-			a.cut(errEnding)
-			err = errors.Join(err, m.o.Node.Shut(ctx, a.sandbox), m.o.Node.Freeze(ctx, a.sandbox))
+			if i := e.incarnation(); i != nil {
+				i.Cut()
+			}
+			err = errors.Join(err, m.o.Node.Shut(ctx, s.SandboxID()), m.o.Node.Freeze(ctx, s.SandboxID()))
 			return s, err
 		}
-		return m.stuck(ctx, s, f, err)
+		return m.showStuck(ctx, e, s, flow, err)
 	}
-	m.drain(a)
-	debts, err := m.claim(ctx, a)
-	if err != nil {
-		return s, err
-	}
-	f.owed = append(f.owed, debts...)
-	s.State, s.EndedAt = session.Ended, m.o.Now()
-	s.Residuals, _ = f.residuals()
-	result := audit.Closed
-	if len(s.Residuals) > 0 {
-		result = audit.ClosedWithResiduals
-	}
-	m.hook("end.seal.do")
-	sealed, err := m.seal(ctx, s, append(f.owed, f.entry(audit.SessionEnded, audit.OK, endedPayload{
-		Result: result, Reason: s.Reason, Detail: s.Detail, Residuals: s.Residuals,
-	}))...)
-	if err != nil {
-		s.State, s.EndedAt = session.Ending, time.Time{}
-		return s, fmt.Errorf("sealing the record: %w", err)
-	}
-	m.hook("end.seal.done")
-	return sealed, nil
+	return m.seal(ctx, e, s, flow)
 }
 
-// endSteps is an end, in order, with the steps that exist. The writable layer
-// lives in the sandbox, so what changed is read while it is frozen, before it
-// is killed.
-func (m *Manager) endSteps(a *active, s *session.Session) []step {
-	const never = "an end is never taken back"
-	within := func(d time.Duration, do func(context.Context) (outcome, error)) func(context.Context) (outcome, error) {
-		return func(ctx context.Context) (outcome, error) {
-			ctx, cancel := context.WithTimeout(ctx, d)
-			defer cancel()
-			return do(ctx)
-		}
+// recordEnding makes the end of the session durable, together with the first intents,
+// and returns the sequence number of the first of them.
+func (m *Manager) recordEnding(ctx context.Context, e *managed, req endRequest, flow *journal.Flow, intents []audit.Entry) (session.Session, uint64, error) {
+	if err := e.lock(ctx); err != nil {
+		return session.Session{}, 0, err
 	}
-	return []step{
-		{name: "shut", noUndo: never, do: within(m.b.Kill, func(ctx context.Context) (outcome, error) {
-			a.cut(errEnding)
-			return gone(m.o.Node.Shut(ctx, a.sandbox))
-		})},
-		{name: "freeze", joined: true, noUndo: never, do: within(m.b.Kill, func(ctx context.Context) (outcome, error) {
-			return gone(m.o.Node.Freeze(ctx, a.sandbox))
-		})},
-		{name: "measure", joined: true, noUndo: never, do: within(measureTime, func(ctx context.Context) (outcome, error) {
-			return m.measure(ctx, a)
-		})},
-		{name: "digest", joined: true, noUndo: never, do: func(ctx context.Context) (outcome, error) {
-			if s.StartedAt.IsZero() {
-				return outcome{facts: map[string]any{"skipped": "the session never ran"}}, nil
-			}
-			return m.digest(ctx, a)
-		}},
-		{name: "kill", must: true, noUndo: never, do: within(m.b.Kill, func(ctx context.Context) (outcome, error) {
-			return outcome{}, m.o.Node.Destroy(ctx, a.sandbox)
-		})},
-		{name: "dispose", joined: true, must: true, noUndo: never, do: within(m.b.Kill, func(ctx context.Context) (outcome, error) {
-			return m.dispose(ctx, a)
-		})},
-		{name: "release", joined: true, noUndo: never, do: within(m.b.Kill, func(ctx context.Context) (outcome, error) {
-			return outcome{}, m.release(ctx, a.id)
-		})},
-	}
-}
-
-// measureTime bounds the last measurement of a sandbox.
-const measureTime = 2 * time.Second
-
-// measure records what the sandbox used in its life, and what it tried to
-// send. A sandbox that is gone took that with it, which is a fact.
-func (m *Manager) measure(ctx context.Context, a *active) (outcome, error) {
-	s, err := m.o.Node.Stats(ctx, a.sandbox)
-	if kind.Is(err, kind.NotFound) || kind.Is(err, kind.Unavailable) {
-		return outcome{facts: map[string]any{"unknown": clip(err.Error(), maxErrorText)}}, nil
-	}
+	defer e.unlock()
+	s, err := m.o.Store.Get(ctx, e.id)
 	if err != nil {
-		return outcome{}, err
+		return s, 0, err
 	}
-	out := outcome{facts: map[string]any{
-		"cpu_ms": s.CPU.Milliseconds(), "memory_peak_bytes": s.MemoryPeakBytes, "oom_kills": s.OOMKills,
-	}}
-	if s.OutboundRefused > 0 {
-		out.entries = append(out.entries, audit.Entry{
-			Action: audit.OutboundRefused, Outcome: audit.Refused, Payload: map[string]any{"packets": s.OutboundRefused},
-		})
-	}
-	return out, nil
-}
-
-// gone turns the absence of a sandbox, which is what an end wants, into a fact.
-func gone(err error) (outcome, error) {
-	if kind.Is(err, kind.NotFound) {
-		return outcome{facts: map[string]any{"gone": true}}, nil
-	}
-	return outcome{}, err
-}
-
-// fence makes the end of the session durable, together with the first intents.
-func (m *Manager) fence(ctx context.Context, a *active, req EndRequest, f *flow, intents []audit.Entry) (session.Session, error) {
-	if err := a.lock(ctx); err != nil {
-		return session.Session{}, err
-	}
-	defer a.unlock()
-	s, err := m.o.Store.Get(ctx, a.id)
+	facts, err := m.carriedFacts(ctx, e, s)
 	if err != nil {
-		return s, err
+		return s, 0, err
 	}
-	carried := a.take()
-	entries := append(carried, intents...)
+	var first uint64
+	before := facts
 	if s.State == session.Ending {
-		if len(entries) > 0 {
-			err = m.append(ctx, a.id, entries...)
+		if entries := append(slices.Clone(before), intents...); len(entries) > 0 {
+			first, err = m.journal.Append(ctx, e.id, e.log.Fence(), entries...)
 		}
 	} else {
 		next := s
-		next.State, next.Reason, next.Detail = session.Ending, req.Reason, req.Detail
-		ending := f.entry(audit.SessionEnding, audit.OK, map[string]any{"reason": req.Reason, "detail": req.Detail})
-		entries = append(append(carried, ending), intents...)
+		next.State, next.Reason, next.Detail = session.Ending, req.reason, req.detail
+		before = append(slices.Clone(facts), flow.Entry(audit.SessionEnding, audit.OK, endingPayload{Reason: req.reason, Detail: req.detail}))
+		e.endingSent = true
 		var stored session.Session
-		if stored, err = m.transition(ctx, next, entries...); err == nil {
+		if stored, first, err = m.transition(ctx, e.log.Fence(), next, append(slices.Clone(before), intents...)...); err == nil {
 			s = stored
 		}
 	}
 	if err != nil {
-		a.carry(carried...)
+		e.carry(facts...)
 	}
-	return s, err
+	return s, first + uint64(len(before)), err
 }
 
-func (a *active) take() []audit.Entry {
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	carried := a.carried
-	a.carried = nil
-	return carried
-}
-
-func (a *active) carry(entries ...audit.Entry) {
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	a.carried = append(entries, a.carried...)
-}
-
-// stuck shows on the session what keeps it from ending.
-func (m *Manager) stuck(ctx context.Context, s session.Session, f *flow, cause error) (session.Session, error) {
-	if len(f.owed) == 0 {
-		return s, cause
+// carriedFacts takes the events that wait for the next commit of the end,
+// without those that a write whose reply was lost has written already. The
+// caller holds the row.
+func (m *Manager) carriedFacts(ctx context.Context, e *managed, s session.Session) ([]audit.Entry, error) {
+	carried := e.take()
+	if s.State == session.Ending && e.endingSent {
+		return nil, nil // they came with the change of state
 	}
-	_, s.Residuals = f.residuals()
-	stored, err := m.transition(ctx, s, f.owed...)
+	facts, err := e.log.Unwritten(ctx, carried)
 	if err != nil {
-		return s, errors.Join(cause, err)
+		e.carry(carried...)
 	}
-	f.owed = nil
-	return stored, cause
+	return facts, err
 }
 
-// dispose proves that nothing of the sandbox is left by looking again.
-func (m *Manager) dispose(ctx context.Context, a *active) (outcome, error) {
-	found, err := m.o.Node.List(ctx)
-	if err != nil {
-		return outcome{}, err
+// showStuck shows on the session what keeps it from ending.
+func (m *Manager) showStuck(ctx context.Context, e *managed, s session.Session, flow *journal.Flow, cause error) (session.Session, error) {
+	if len(flow.Outcomes) == 0 || flow.Uncertain() {
+		return s, cause // nothing to show, or the next try has to read the record first
 	}
-	for _, f := range found {
-		if id, _, err := f.ID.Split(); err == nil && id == a.id {
-			return outcome{}, fmt.Errorf("sandbox %s is still on the host", f.ID)
+	_, s.Residuals = flow.Residuals()
+	err := flow.Flush(ctx, func(ctx context.Context, entries []audit.Entry) (first uint64, err error) {
+		var stored session.Session
+		if stored, first, err = m.transition(ctx, e.log.Fence(), s, entries...); err == nil {
+			s = stored
 		}
-	}
-	return outcome{facts: map[string]any{"state": "destroyed", "proof": "not on the host"}}, nil
-}
-
-// releaseTries is how often a template's lease is given back before that
-// becomes a residual and the sweep's business.
-const releaseTries = 3
-
-func (m *Manager) release(ctx context.Context, id session.ID) error {
-	wait := m.b.RetryMin
-	for try := 1; ; try++ {
-		err := m.o.Templates.Release(ctx, string(id))
-		if err == nil {
-			return nil
-		}
-		if try == releaseTries || ctx.Err() != nil {
-			m.mu.Lock()
-			m.unreleased[id] = true
-			m.mu.Unlock()
-			return err
-		}
-		timer := time.NewTimer(wait)
-		select {
-		case <-timer.C:
-		case <-ctx.Done():
-			timer.Stop()
-		}
-		wait *= 2
-	}
-}
-
-// releaseOverdue gives back the leases of ended sessions that could not be
-// given back at their end.
-func (m *Manager) releaseOverdue(ctx context.Context) error {
-	m.mu.Lock()
-	overdue := slices.Collect(maps.Keys(m.unreleased))
-	m.mu.Unlock()
-	var errs []error
-	for _, id := range overdue {
-		if err := m.o.Templates.Release(ctx, string(id)); err != nil {
-			errs = append(errs, fmt.Errorf("template lease of session %s: %w", id, err))
-			continue
-		}
-		m.mu.Lock()
-		delete(m.unreleased, id)
-		m.mu.Unlock()
-	}
-	return errors.Join(errs...)
-}
-
-// drain waits for operations that were cut to write their outcomes.
-func (m *Manager) drain(a *active) {
-	timer := time.NewTimer(m.b.Drain)
-	defer timer.Stop()
-	select {
-	case <-a.idle:
-	case <-timer.C:
-		m.log.Warn("operations did not stop in time; the end records their outcomes as lost", "session", a.id)
-	case <-m.ends.Done():
-	}
+		return first, err
+	})
+	return s, errors.Join(cause, err)
 }

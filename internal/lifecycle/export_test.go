@@ -1,6 +1,16 @@
 package lifecycle
 
-import "bivy/internal/session"
+import (
+	"context"
+
+	"bivy/internal/audit"
+	"bivy/internal/session"
+)
+
+// AddFact records a fact about a session that may have ended.
+func (m *Manager) AddFact(ctx context.Context, id session.ID, e audit.Entry) error {
+	return m.addFact(ctx, id, e)
+}
 
 // Died reports whether the manager has heard that the sandbox of a create in
 // progress stopped.
@@ -14,13 +24,11 @@ func (m *Manager) Died(id session.ID) bool {
 	return a.died != nil
 }
 
-// Owing is how many outcomes a session owes to its record.
-func (m *Manager) Owing(id session.ID) int {
-	a := m.find(id)
-	if a == nil {
+// PendingOutcomes is how many outcomes of a session are not in its record.
+func (m *Manager) PendingOutcomes(id session.ID) int {
+	e := m.find(id)
+	if e == nil {
 		return 0
 	}
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	return len(a.owing)
+	return e.log.PendingCount()
 }

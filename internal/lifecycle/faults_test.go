@@ -17,6 +17,7 @@ import (
 	"bivy/internal/leakcheck"
 	"bivy/internal/lifecycle"
 	"bivy/internal/session"
+	"bivy/internal/workload"
 )
 
 // createCalls and endCalls are what a create and an end ask of their ports.
@@ -70,8 +71,8 @@ func TestCreateMatrix(t *testing.T) {
 				r := ways(cancel)[way]
 				r.call = call
 				d.f.add(r)
-				s, _, err := d.Create(ctx, lifecycle.CreateRequest{Owner: alice})
-				all, _, listErr := d.List(t.Context(), lifecycle.Filter{}, "", 10)
+				s, _, err := d.Create(ctx, lifecycle.CreateRequest{Caller: alice})
+				all, _, listErr := d.List(t.Context(), alice, session.Filter{}, "", 10)
 				if listErr != nil || len(all) > 1 {
 					t.Fatalf("list: %+v, %v", all, listErr)
 				}
@@ -111,7 +112,7 @@ func TestEndMatrix(t *testing.T) {
 				w := newWorld(t)
 				d := w.start()
 				s := d.create()
-				p, err := d.Start(t.Context(), s.ID, alice, lifecycle.Command{Argv: []string{"sh", "-c", "echo left > behind; exec sleep 1000"}})
+				p, err := d.Start(t.Context(), alice, s.ID, workload.Command{Argv: []string{"sh", "-c", "echo left > behind; exec sleep 1000"}})
 				if err != nil {
 					t.Fatal(err)
 				}
@@ -122,7 +123,7 @@ func TestEndMatrix(t *testing.T) {
 				r := ways(cancel)[way]
 				r.call = call
 				d.f.add(r)
-				if _, err := d.End(ctx, lifecycle.EndRequest{ID: s.ID, Actor: alice, Reason: session.ResourceOut}); err != nil && way == "twice" && call != "Store.Transition.ending" && call != "Store.Seal" {
+				if _, err := d.End(ctx, lifecycle.EndRequest{Caller: alice, ID: s.ID, Reason: session.ResourceOut}); err != nil && way == "twice" && !strings.HasPrefix(call, "Store.") {
 					t.Errorf("end: %v", err)
 				}
 				s = d.awaitState(s.ID, session.Ended)
@@ -130,6 +131,22 @@ func TestEndMatrix(t *testing.T) {
 				w.checkNothingLeft()
 				if n := w.count(s.ID, audit.CommandEnded); n != 1 {
 					t.Errorf("the command ended %d times\n%s", n, w.story(s.ID))
+				}
+				// A reply that was lost is no reason to tell a thing twice, or to
+				// call lost what was done.
+				if n := w.count(s.ID, audit.IntentLost); n != 0 {
+					t.Errorf("%d intents are told to be lost\n%s", n, w.story(s.ID))
+				}
+				for _, step := range []string{"shut", "kill", "dispose", "release"} {
+					done := 0
+					for _, e := range w.entries(s.ID, "end."+step) {
+						if strings.HasPrefix(e, "step.done") {
+							done++
+						}
+					}
+					if done != 1 && (step != "shut" || call != "Node.Shut") {
+						t.Errorf("step %s is told %d times to be done\n%s", step, done, w.story(s.ID))
+					}
 				}
 				failing := (way == "before" || way == "after") && slices.Contains([]string{"Node.Shut", "Node.Freeze", "Node.Changes"}, call)
 				if failing != (len(s.Residuals) > 0) {
@@ -155,7 +172,7 @@ func newKiller(point string) *killer {
 }
 
 func (k *killer) launch(w *world) *daemon {
-	return w.launchWith(k.f, func(o *lifecycle.Options) { o.Hook, o.Bounds.Stop = k.hook, 50*time.Millisecond })
+	return w.launchWith(k.f, func(o *lifecycle.Options) { o.FailPoint, o.Bounds.Stop = k.hook, 50*time.Millisecond })
 }
 
 // hook is Options.Hook. At the point, nothing of this process reaches the
@@ -198,16 +215,16 @@ func (w *world) life(k *killer) (d *daemon, over chan struct{}) {
 		case <-ctx.Done():
 			return
 		}
-		s, _, err := d.Create(ctx, lifecycle.CreateRequest{Owner: alice, Key: lifecycle.IdempotencyKey{Scope: "a", Key: "k", Digest: "d"}})
+		s, _, err := d.Create(ctx, lifecycle.CreateRequest{Caller: alice, Key: session.IdempotencyKey{Scope: "a", Key: "k", Digest: "d"}})
 		if err != nil {
 			return
 		}
 		// Errors end the life: only a cut makes them, and the check is what is
 		// on the machine afterwards.
-		if _, err := d.WriteFile(ctx, s.ID, alice, "/in", "", strings.NewReader("input"), 5); err != nil {
+		if _, err := d.WriteFile(ctx, alice, s.ID, "/in", "", strings.NewReader("input"), 5); err != nil {
 			return
 		}
-		p, err := d.Start(ctx, s.ID, alice, lifecycle.Command{Argv: []string{"sh", "-c", "cat in > out"}})
+		p, err := d.Start(ctx, alice, s.ID, workload.Command{Argv: []string{"sh", "-c", "cat in > out"}})
 		if err != nil {
 			return
 		}
@@ -217,11 +234,11 @@ func (w *world) life(k *killer) (d *daemon, over chan struct{}) {
 			if err != nil {
 				return
 			}
-			if ev.Kind == lifecycle.End {
+			if ev.Kind == workload.End {
 				break
 			}
 		}
-		r, _, err := d.ReadFile(ctx, s.ID, alice, "/out", "")
+		r, _, err := d.ReadFile(ctx, alice, s.ID, "/out", "")
 		if err != nil {
 			return
 		}
@@ -232,7 +249,7 @@ func (w *world) life(k *killer) (d *daemon, over chan struct{}) {
 		if err := r.Close(); err != nil {
 			return
 		}
-		if _, err := d.End(ctx, lifecycle.EndRequest{ID: s.ID, Actor: alice}); err != nil {
+		if _, err := d.End(ctx, lifecycle.EndRequest{Caller: alice, ID: s.ID}); err != nil {
 			return
 		}
 	}()
@@ -290,12 +307,12 @@ func killedAt(t *testing.T, point string, again ...string) {
 		defer close(k2.free)
 		<-dead2.Ready()
 		// Where nothing was left to end, the point is not passed by itself.
-		all, err := w.store.Live(t.Context())
+		all, err := w.store.Live(t.Context(), "here")
 		if err != nil {
 			t.Fatal(err)
 		}
 		for _, s := range all {
-			go dead2.End(t.Context(), lifecycle.EndRequest{ID: s.ID, Actor: alice}) //nolint:errcheck // it is killed meanwhile
+			go dead2.End(t.Context(), lifecycle.EndRequest{Caller: alice, ID: s.ID}) //nolint:errcheck // it is killed meanwhile
 		}
 		if len(all) > 0 {
 			select {
@@ -307,7 +324,7 @@ func killedAt(t *testing.T, point string, again ...string) {
 	}
 
 	d := w.start()
-	all, _, err := d.List(t.Context(), lifecycle.Filter{}, "", 10)
+	all, _, err := d.List(t.Context(), alice, session.Filter{}, "", 10)
 	if err != nil || len(all) > 1 {
 		t.Fatalf("sessions: %+v, %v", all, err)
 	}
@@ -348,7 +365,7 @@ func killedAt(t *testing.T, point string, again ...string) {
 	}
 	w.checkNothingLeft()
 	// The caller comes back with its key and finds its session.
-	s, _, err := d.Create(t.Context(), lifecycle.CreateRequest{Owner: alice, Key: lifecycle.IdempotencyKey{Scope: "a", Key: "k", Digest: "d"}})
+	s, _, err := d.Create(t.Context(), lifecycle.CreateRequest{Caller: alice, Key: session.IdempotencyKey{Scope: "a", Key: "k", Digest: "d"}})
 	if err != nil || (len(all) == 1 && s.ID != all[0].ID) {
 		t.Errorf("the same key again: %s, %v; want the session of before", s.ID, err)
 	}
@@ -361,8 +378,7 @@ func open(t *testing.T, w *world, id session.ID) []string {
 	t.Helper()
 	var i audit.Intents
 	err := w.store.Events(t.Context(), id, 0, 0, func(e audit.Stored) error {
-		i.Add(e.Event.Seq, e.Event.Action, e.Event.Ref)
-		return nil
+		return i.Add(e.Event.Seq, e.Event.Action, e.Event.Ref, e.Event.Concludes)
 	})
 	if err != nil {
 		t.Fatal(err)
@@ -379,7 +395,7 @@ func TestDiesWhileCreating(t *testing.T) {
 	w := newWorld(t)
 	d := w.start()
 	d.driver.Script(fake.Fault{Method: "Start", Mode: fake.Die})
-	s, _, err := d.Create(t.Context(), lifecycle.CreateRequest{Owner: alice})
+	s, _, err := d.Create(t.Context(), lifecycle.CreateRequest{Caller: alice})
 	if !kind.Is(err, kind.Unavailable) {
 		t.Errorf("create: %v", err)
 	}
@@ -395,7 +411,7 @@ func TestManyLivesLeaveNothing(t *testing.T) {
 	w := newWorld(t)
 	d := w.start()
 	life := func() {
-		s, _, err := d.Create(t.Context(), lifecycle.CreateRequest{Owner: alice})
+		s, _, err := d.Create(t.Context(), lifecycle.CreateRequest{Caller: alice})
 		if err != nil {
 			t.Errorf("create: %v", err)
 			return
@@ -403,10 +419,10 @@ func TestManyLivesLeaveNothing(t *testing.T) {
 		if got, exit := d.run(s.ID, "echo $$ > f; echo out"); got != "out\n" || exit.Code != 0 {
 			t.Errorf("run: %q, %+v", got, exit)
 		}
-		if _, err := d.WriteFile(t.Context(), s.ID, alice, "/g", "", strings.NewReader("x"), 1); err != nil {
+		if _, err := d.WriteFile(t.Context(), alice, s.ID, "/g", "", strings.NewReader("x"), 1); err != nil {
 			t.Errorf("write: %v", err)
 		}
-		p, err := d.Start(t.Context(), s.ID, alice, lifecycle.Command{Argv: []string{"sleep", "1000"}})
+		p, err := d.Start(t.Context(), alice, s.ID, workload.Command{Argv: []string{"sleep", "1000"}})
 		if err != nil {
 			t.Errorf("start: %v", err)
 		} else {

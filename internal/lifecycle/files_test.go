@@ -36,7 +36,7 @@ func TestEndDuringSilentUpload(t *testing.T) {
 	r := &silent{waits: make(chan struct{}), aborted: make(chan struct{})}
 	written := make(chan error, 1)
 	go func() {
-		_, err := d.WriteFile(t.Context(), s.ID, alice, "/f", "", r, 1000)
+		_, err := d.WriteFile(t.Context(), alice, s.ID, "/f", "", r, 1000)
 		written <- err
 	}()
 	<-r.waits

@@ -13,7 +13,7 @@ func fakeRequest(id session.SandboxID) driver.StartRequest {
 }
 
 // waitFor polls what nothing announces.
-func waitFor(t *testing.T, ok func() bool) {
+func waitFor(t testing.TB, ok func() bool) {
 	t.Helper()
 	tick := time.NewTicker(2 * time.Millisecond)
 	defer tick.Stop()

@@ -17,7 +17,7 @@ import (
 
 func TestTurnsAreFair(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		q := newTurns(1)
+		q := newFairSemaphore(1)
 		first, err := q.take(t.Context(), "hog")
 		if err != nil {
 			t.Fatal(err)
@@ -58,7 +58,7 @@ func TestTurnsAreFair(t *testing.T) {
 
 func TestTurnsGivenUp(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		q := newTurns(1)
+		q := newFairSemaphore(1)
 		first, err := q.take(t.Context(), "a")
 		if err != nil {
 			t.Fatal(err)
@@ -111,27 +111,16 @@ func TestClockWatch(t *testing.T) {
 
 func TestEveryStepHasItsUndoOrAReason(t *testing.T) {
 	m := &Manager{b: Bounds{}.withDefaults()}
-	a := m.adoptForTest()
-	end := m.endSteps(a, nil)
-	create := (&creation{m: m, a: a}).steps()
+	e := &managed{id: "x"}
+	end := m.endSteps(e, nil)
+	create := (&creation{m: m, e: e}).steps()
 	for _, s := range slices.Concat(create, end) {
-		if (s.undo == nil) == (s.noUndo == "") {
-			t.Errorf("step %s: want an undo or the reason it needs none", s.name)
+		if (s.Undo == nil) == (s.NoUndo == "") {
+			t.Errorf("step %s: want an undo or the reason it needs none", s.Name)
 		}
 	}
-	if create[0].joined || end[0].joined {
+	if create[0].Joined || end[0].Joined {
 		t.Error("the first step of a flow has none before it to join")
-	}
-}
-
-func (m *Manager) adoptForTest() *active { return &active{id: "x", sandbox: "x-1"} }
-
-func TestClip(t *testing.T) {
-	if got := clip("short", 10); got != "short" {
-		t.Error(got)
-	}
-	if got := clip("ääää", 3); got != "ä… (6 bytes cut)" {
-		t.Error(got)
 	}
 }
 

@@ -1,54 +1,112 @@
-// Package lifecycle owns the life of a session: it creates, runs, follows and
-// ends it, in steps that are recorded before and after, and it puts right
-// what a crash left half done.
-//
-// A Manager is the only writer of sessions on its node. Everything it does to
-// a session goes through a Store, so no change and no effect is without its
-// event; everything it does to the machine goes through a Node.
 package lifecycle
 
 import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"log/slog"
 	"runtime"
 	"sync"
 	"time"
 
+	"bivy/internal/access"
 	"bivy/internal/audit"
-	"bivy/internal/driver"
-	"bivy/internal/guest/guestclient"
 	"bivy/internal/hostclock"
+	"bivy/internal/journal"
 	"bivy/internal/kind"
 	"bivy/internal/session"
+	"bivy/internal/workgroup"
+	"bivy/internal/workload"
 )
+
+// Options are what a Manager is made of. Store, Journal, Work, Node,
+// Templates, System, Signer, Access and NodeID are required.
+type Options struct {
+	Store     Store
+	Journal   *journal.Journal // over the same Store and Work
+	Work      *workgroup.Group // stopped by Run when it ends
+	Node      Node
+	Templates Templates
+	System    SystemRecord
+	Signer    Signer
+	Access    access.Decider
+	NodeID    session.NodeID
+	Now       func() time.Time // wall clock; nil: time.Now
+	Log       *slog.Logger     // nil: discard
+	// CreateLimit bounds how many sessions are created at the same time;
+	// others queue, taking turns by owner. 0: one per CPU.
+	CreateLimit int
+	// BootID is this boot of this machine; empty: read from the kernel. A
+	// session whose sandbox was started in another boot has lost it.
+	BootID string
+	// Versions of bivy and what it is made of, for the seal; may be nil.
+	Versions map[string]string
+	// Bounds on waiting; zero fields have working values.
+	Bounds Bounds
+	// FailPoint is a fail point: it is called at the named points of every
+	// flow, and tests stop the process in it. Nil in production.
+	FailPoint func(point string)
+}
+
+// Signer signs what became of sessions. audit.Signer is one.
+type Signer interface {
+	// Seal signs that the record with this head is complete and that c is what
+	// became of the session. before is the state of the node's other records.
+	Seal(h audit.Head, before audit.Heads, c audit.Closeout) (audit.Seal, error)
+	// SealAddenda signs that the addenda of a session reach as far as h.
+	SealAddenda(h audit.Head, at time.Time) (audit.Seal, error)
+	// Rotations are the statements by which earlier keys vouch for this one.
+	Rotations() []audit.Seal
+}
+
+// Bounds are how long the manager waits.
+type Bounds struct {
+	Create   time.Duration // one create, once admitted; 0: 2 min
+	Undo     time.Duration // undoing a failed create; 0: 30 s
+	Kill     time.Duration // one attempt to kill and remove a sandbox; 0: 20 s
+	Drain    time.Duration // running commands and file operations after the cut; 0: 3 s
+	Sweep    time.Duration // between reconciliations; 0: 30 s
+	RetryMin time.Duration // first wait before ending again; 0: 200 ms
+	RetryMax time.Duration // longest wait before ending again; 0: 30 s
+	Stop     time.Duration // work in progress when Run is told to stop; 0: 10 s
+
+	Workload workload.Bounds
+}
+
+func (b Bounds) withDefaults() Bounds {
+	set := func(p *time.Duration, v time.Duration) {
+		if *p == 0 {
+			*p = v
+		}
+	}
+	set(&b.Create, 2*time.Minute)
+	set(&b.Undo, 30*time.Second)
+	set(&b.Kill, 20*time.Second)
+	set(&b.Drain, 3*time.Second)
+	set(&b.Sweep, 30*time.Second)
+	set(&b.RetryMin, 200*time.Millisecond)
+	set(&b.RetryMax, 30*time.Second)
+	set(&b.Stop, 10*time.Second)
+	set(&b.Workload.Settle, 10*time.Second)
+	return b
+}
 
 // Manager runs the lives of the sessions of one node. Its methods may be
 // called from any goroutine. What works on sandboxes answers Unavailable before
 // Ready and once Run has ended; reading sessions and records needs neither.
 type Manager struct {
-	o     Options
-	b     Bounds
-	log   *slog.Logger
-	admit *turns
-	news  *newsroom
-	ready chan struct{}
-
-	// live carries what follows sandboxes (command supervisors, file
-	// operations, creates); it ends as soon as Run is told to stop, and the
-	// next process takes over. ends carries the ending of sessions and the
-	// writing of outcomes; it ends a while later, when Run gives up waiting.
-	live, ends         context.Context
-	stopLive, stopEnds context.CancelFunc
-
-	work sync.WaitGroup // what Run waits for; grows only under mu while !stopping
+	o        Options
+	b        Bounds
+	log      *slog.Logger
+	work     *workgroup.Group
+	journal  *journal.Journal
+	workload *workload.Service
+	creates  *fairSemaphore
+	ready    chan struct{}
 
 	mu       sync.Mutex
 	running  bool
-	stopping bool
-	active   map[session.ID]*active // every session that is not ended
+	sessions map[session.ID]*managed // every session of this node that has not ended
 
 	unreleased map[session.ID]bool // ended, and their template's lease is not given back
 }
@@ -56,8 +114,8 @@ type Manager struct {
 // New checks the options. The manager does nothing before Run.
 func New(o Options) (*Manager, error) {
 	switch {
-	case o.Store == nil || o.Node == nil || o.Templates == nil || o.Signer == nil:
-		return nil, errors.New("lifecycle: store, node, templates and signer are required")
+	case o.Store == nil || o.Journal == nil || o.Work == nil || o.Node == nil || o.Templates == nil || o.System == nil || o.Signer == nil || o.Access == nil:
+		return nil, errors.New("lifecycle: store, journal, work group, node, templates, system record, signer and access are required")
 	case o.NodeID == "":
 		return nil, errors.New("lifecycle: a node id is required")
 	}
@@ -77,14 +135,19 @@ func New(o Options) (*Manager, error) {
 		}
 	}
 	m := &Manager{
-		o: o, b: o.Bounds.withDefaults(), log: o.Log,
-		admit: newTurns(o.CreateLimit), news: newNewsroom(), ready: make(chan struct{}),
-		active: map[session.ID]*active{}, unreleased: map[session.ID]bool{},
+		o: o, b: o.Bounds.withDefaults(), log: o.Log, work: o.Work, journal: o.Journal,
+		creates: newFairSemaphore(o.CreateLimit), ready: make(chan struct{}),
+		sessions: map[session.ID]*managed{}, unreleased: map[session.ID]bool{},
 	}
-	m.live, m.stopLive = context.WithCancel(context.Background())
-	m.ends, m.stopEnds = context.WithCancel(context.Background())
+	m.workload = workload.New(workload.Options{
+		Sessions: m, Node: o.Node, Journal: m.journal, Access: o.Access, Work: m.work,
+		Now: o.Now, Log: o.Log, Bounds: m.b.Workload, FailPoint: o.FailPoint,
+	})
 	return m, nil
 }
+
+// Workload returns what runs commands and moves files in the sessions.
+func (m *Manager) Workload() *workload.Service { return m.workload }
 
 // Ready is closed once what an earlier process left has been sorted out.
 func (m *Manager) Ready() <-chan struct{} { return m.ready }
@@ -96,18 +159,19 @@ func (m *Manager) Ready() <-chan struct{} { return m.ready }
 // sessions live on. It is called once.
 func (m *Manager) Run(ctx context.Context) error {
 	m.mu.Lock()
-	if m.running || m.stopping {
+	if m.running || m.work.Stopping() {
 		m.mu.Unlock()
 		return kind.Errorf(kind.Conflict, "lifecycle: Run is called once")
 	}
 	m.running = true
 	m.mu.Unlock()
-	defer m.shutdown()
+	defer m.work.Stop(m.b.Stop)
 
 	if err := m.reconcile(ctx); err != nil {
 		return fmt.Errorf("sorting out sessions of an earlier process: %w", err)
 	}
 	close(m.ready)
+	m.work.Go(func() { m.journal.Run(m.work.Live()) })
 
 	clock := newClockWatch(m.o.Now)
 	tick := time.NewTicker(m.b.Sweep)
@@ -116,8 +180,8 @@ func (m *Manager) Run(ctx context.Context) error {
 		select {
 		case <-ctx.Done():
 			return nil
-		case x := <-m.o.Node.Exits():
-			m.heard(x)
+		case n := <-m.o.Node.Notices():
+			m.handleNotice(n)
 		case <-tick.C:
 			if jump, ok := clock.jumped(); ok {
 				m.recordJump(jump)
@@ -130,65 +194,16 @@ func (m *Manager) Run(ctx context.Context) error {
 	}
 }
 
-// shutdown stops taking work, lets what must not be cut off finish for a
-// while, then cuts it off.
-func (m *Manager) shutdown() {
-	m.mu.Lock()
-	m.stopping = true
-	m.mu.Unlock()
-	m.stopLive()
-	over := make(chan struct{})
-	go func() { // ends with the work group, which the end of m.ends makes finite
-		m.work.Wait()
-		close(over)
-	}()
-	timer := time.NewTimer(m.b.Stop)
-	defer timer.Stop()
-	select {
-	case <-over:
-	case <-timer.C:
-	}
-	m.stopEnds()
-	<-over
-}
-
-// track registers a piece of work that Run waits for; false means that the
-// manager is stopping and the work must not begin.
-func (m *Manager) track() bool {
-	m.mu.Lock()
-	defer m.mu.Unlock()
-	if m.stopping {
-		return false
-	}
-	m.work.Add(1)
-	return true
-}
-
-// spawn runs f in a goroutine that Run waits for.
-func (m *Manager) spawn(f func()) bool {
-	if !m.track() {
-		return false
-	}
-	go func() {
-		defer m.work.Done()
-		f()
-	}()
-	return true
-}
-
-func (m *Manager) hook(point string) {
-	if m.o.Hook != nil {
-		m.o.Hook(point)
+func (m *Manager) failPoint(point string) {
+	if m.o.FailPoint != nil {
+		m.o.FailPoint(point)
 	}
 }
 
 // available fails unless the manager is ready and not stopping.
 func (m *Manager) available() error {
-	m.mu.Lock()
-	stopping := m.stopping
-	m.mu.Unlock()
-	if stopping {
-		return stoppingError()
+	if m.work.Stopping() {
+		return workgroup.StoppingError()
 	}
 	select {
 	case <-m.ready:
@@ -198,238 +213,16 @@ func (m *Manager) available() error {
 	}
 }
 
-func stoppingError() error {
-	return kind.Errorf(kind.Unavailable, "bivy is stopping").WithHint("try again when it has been started again")
+// decide asks whether who may use an action on a session.
+func (m *Manager) decide(ctx context.Context, who access.Caller, a access.Action, s session.Session) (audit.Decision, error) {
+	return m.o.Access.Decide(ctx, access.Request{Caller: who, Action: a, Resource: access.Of(s)})
 }
 
-// Get returns one session, ended ones too.
-func (m *Manager) Get(ctx context.Context, id session.ID) (session.Session, error) {
-	return m.o.Store.Get(ctx, id)
-}
-
-// List returns a page of sessions, newest first, and the cursor of the next
-// page, empty when there is none.
-func (m *Manager) List(ctx context.Context, f Filter, cursor string, limit int) ([]session.Session, string, error) {
-	return m.o.Store.List(ctx, f, cursor, limit)
-}
-
-// SetTimeout makes the session end seconds from now.
-func (m *Manager) SetTimeout(ctx context.Context, id session.ID, actor session.Principal, seconds session.Seconds) (session.Session, error) {
-	if seconds < 1 || seconds > session.MaxTimeout {
-		return session.Session{}, kind.Errorf(kind.Invalid, "%d seconds is outside 1 to %d", seconds, session.MaxTimeout).WithField("timeout_seconds")
-	}
-	a, leave, err := m.enter(ctx, id)
-	if err != nil {
-		return session.Session{}, err
-	}
-	defer leave()
-	if err := a.lock(ctx); err != nil {
-		return session.Session{}, err
-	}
-	defer a.unlock()
-	s, err := m.o.Store.Get(ctx, id)
-	if err != nil {
-		return session.Session{}, err
-	}
-	if s.State != session.Running {
-		return s, m.refusal(s)
-	}
-	// The record first: should the node's timer not follow, the caller learns
-	// of it, and the sweep sets it from the session.
-	at := m.o.Now().Add(seconds.Duration())
-	s.Deadline = at
-	s, err = m.transition(ctx, s, audit.Entry{
-		Action: audit.SessionTimeoutSet, Outcome: audit.OK, Actor: actor, Sandbox: a.sandbox,
-		Payload: map[string]any{"timeout_seconds": seconds, "deadline": at.UTC()},
-	})
-	if err != nil {
-		return session.Session{}, err
-	}
-	return s, m.putDeadline(a, s)
-}
-
-// putDeadline gives the node the deadline of a session whose row is held.
-func (m *Manager) putDeadline(a *active, s session.Session) error {
-	err := m.o.Node.SetDeadline(a.sandbox, s.Deadline)
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	a.lateDeadline = err != nil
-	if err != nil {
-		return fmt.Errorf("session %s: deadline on the node: %w", a.id, err)
-	}
-	return nil
-}
-
-// setLateDeadline gives the node a deadline that it did not take when it was
-// set.
-func (m *Manager) setLateDeadline(ctx context.Context, a *active) error {
-	a.mu.Lock()
-	late := a.lateDeadline
-	a.mu.Unlock()
-	if !late {
-		return nil
-	}
-	if err := a.lock(ctx); err != nil {
-		return err
-	}
-	defer a.unlock()
-	s, err := m.o.Store.Get(ctx, a.id)
-	if err != nil || s.State != session.Running {
-		return err
-	}
-	return m.putDeadline(a, s)
-}
-
-// Stats measures the session's sandbox from the host's side.
-func (m *Manager) Stats(ctx context.Context, id session.ID) (driver.Stats, error) {
-	a, leave, err := m.enter(ctx, id)
-	if err != nil {
-		return driver.Stats{}, err
-	}
-	defer leave()
-	ctx, cancel := a.within(ctx)
-	defer cancel()
-	return m.o.Node.Stats(ctx, a.sandbox)
-}
-
-// Events calls fn for each event of the session's record with Seq > after, at
-// most limit of them (0: all).
-func (m *Manager) Events(ctx context.Context, id session.ID, after uint64, limit int, fn func(audit.Stored) error) error {
-	return m.o.Store.Events(ctx, id, after, limit, fn)
-}
-
-// Export writes the session's record, with its seal once it has ended, in
-// the export format of package audit.
-func (m *Manager) Export(ctx context.Context, id session.ID, w io.Writer) error {
-	// The seal is asked for first: a record that is sealed meanwhile is then
-	// exported whole but unsealed, never sealed but cut.
-	var seal *audit.Seal
-	switch s, err := m.o.Store.SealOf(ctx, id); {
-	case err == nil:
-		seal = &s
-	case !kind.Is(err, kind.NotFound):
-		return err
-	}
-	if _, err := m.o.Store.Get(ctx, id); err != nil {
-		return err
-	}
-	return audit.Export(w, id, func(yield func(audit.Stored) error) error {
-		return m.o.Store.Events(ctx, id, 0, 0, yield)
-	}, seal)
-}
-
-// Watch calls fn for each event with Seq > after, those that are written
-// later too, until the session has ended and all were given, fn fails, or ctx
-// ends.
-func (m *Manager) Watch(ctx context.Context, id session.ID, after uint64, fn func(audit.Stored) error) error {
-	for {
-		changed, forget := m.news.wait(id)
-		s, err := m.o.Store.Get(ctx, id)
-		if err == nil {
-			err = m.o.Store.Events(ctx, id, after, 0, func(e audit.Stored) error {
-				if err := fn(e); err != nil {
-					return err
-				}
-				after = e.Event.Seq
-				return nil
-			})
-		}
-		if err != nil || s.State.Terminal() {
-			forget()
-			return err
-		}
-		select {
-		case <-changed:
-		case <-ctx.Done():
-			forget()
-			return ctx.Err()
-		case <-m.live.Done():
-			forget()
-			return stoppingError()
-		}
-		forget()
-	}
-}
-
-// append, transition and seal are the store's, and tell watchers.
-
-func (m *Manager) append(ctx context.Context, id session.ID, entries ...audit.Entry) error {
-	err := m.o.Store.Append(ctx, id, entries...)
+// transition calls Store.Transition and notifies followers.
+func (m *Manager) transition(ctx context.Context, at session.Fence, s session.Session, entries ...audit.Entry) (session.Session, uint64, error) {
+	out, first, err := m.o.Store.Transition(ctx, at, s, journal.Traced(ctx, entries)...)
 	if err == nil {
-		m.news.tell(id)
+		m.journal.Grown(s.ID)
 	}
-	return err
-}
-
-func (m *Manager) transition(ctx context.Context, s session.Session, entries ...audit.Entry) (session.Session, error) {
-	out, err := m.o.Store.Transition(ctx, s, entries...)
-	if err == nil {
-		m.news.tell(s.ID)
-	}
-	return out, err
-}
-
-func (m *Manager) seal(ctx context.Context, s session.Session, entries ...audit.Entry) (session.Session, error) {
-	out, err := m.o.Store.Seal(ctx, s, func(h audit.Head) (audit.Seal, error) {
-		return m.o.Signer.Seal(h, audit.Closeout{
-			Session: s.ID, Owner: s.Owner, CreatedAt: s.CreatedAt, StartedAt: s.StartedAt, EndedAt: s.EndedAt, SealedAt: m.o.Now(),
-			Reason: s.Reason, Residuals: s.Residuals, SpecDigest: s.SpecDigest, Template: s.Template, Versions: m.o.Versions,
-		})
-	}, entries...)
-	if err == nil {
-		m.news.tell(s.ID)
-	}
-	return out, err
-}
-
-// guest returns the client of the agent inside a session that was entered.
-func (m *Manager) guest(ctx context.Context, a *active) (*guestclient.Client, error) {
-	c, err := m.o.Node.Guest(ctx, a.sandbox)
-	if err != nil {
-		return nil, fmt.Errorf("session %s: %w", a.id, err)
-	}
-	return c, nil
-}
-
-// newsroom tells watchers that a record has grown.
-type newsroom struct {
-	mu sync.Mutex
-	// desks has an entry for every session that somebody waits for.
-	desks map[session.ID]*desk
-}
-
-type desk struct {
-	changed chan struct{}
-	readers int
-}
-
-func newNewsroom() *newsroom { return &newsroom{desks: map[session.ID]*desk{}} }
-
-// wait returns a channel that closes at the next change, and how to stop
-// waiting, which must be called.
-func (n *newsroom) wait(id session.ID) (changed <-chan struct{}, forget func()) {
-	n.mu.Lock()
-	defer n.mu.Unlock()
-	d := n.desks[id]
-	if d == nil {
-		d = &desk{changed: make(chan struct{})}
-		n.desks[id] = d
-	}
-	d.readers++
-	return d.changed, func() {
-		n.mu.Lock()
-		defer n.mu.Unlock()
-		if d.readers--; d.readers == 0 && n.desks[id] == d {
-			delete(n.desks, id)
-		}
-	}
-}
-
-func (n *newsroom) tell(id session.ID) {
-	n.mu.Lock()
-	defer n.mu.Unlock()
-	if d := n.desks[id]; d != nil {
-		close(d.changed)
-		delete(n.desks, id) // who waits again gets a new desk
-	}
+	return out, first, err
 }

@@ -18,18 +18,19 @@ import (
 	"bivy/internal/kind"
 	"bivy/internal/lifecycle"
 	"bivy/internal/session"
+	"bivy/internal/workload"
 )
 
 func TestALife(t *testing.T) {
 	w := newWorld(t)
 	d := w.start()
 	s, timing, err := d.Create(t.Context(), lifecycle.CreateRequest{
-		Owner: alice, Spec: session.Spec{Env: map[string]string{"GREETING": "hello"}, Labels: map[string]string{"a": "b"}},
+		Caller: alice, Spec: session.Spec{Env: map[string]string{"GREETING": "hello"}, Labels: map[string]string{"a": "b"}},
 	})
 	if err != nil {
 		t.Fatal(err)
 	}
-	if s.State != session.Running || s.Reason != "" || s.StartedAt.IsZero() || s.Generation != 1 || s.Owner != alice {
+	if s.State != session.Running || s.Reason != "" || s.StartedAt.IsZero() || s.Generation != 1 || s.Owner != alice.Principal {
 		t.Errorf("created: %+v", s)
 	}
 	var phases []string
@@ -39,16 +40,19 @@ func TestALife(t *testing.T) {
 	if want := []string{"resolve", "queue", "record", "lease", "start", "bind", "posture", "record"}; !slices.Equal(phases, want) {
 		t.Errorf("phases: %v, want %v", phases, want)
 	}
+	if got := strings.Join(w.entries(s.ID, "create.start"), "\n"); !strings.Contains(got, `"from":"image"`) {
+		t.Errorf("what the sandbox was made of: %s", got)
+	}
 	out, exit := d.run(s.ID, "echo $GREETING; echo oops >&2; exit 3")
 	if !strings.Contains(out, "hello\n") || !strings.Contains(out, "oops\n") || exit.Code != 3 {
 		t.Errorf("out %q, exit %+v", out, exit)
 	}
-	info, err := d.WriteFile(t.Context(), s.ID, alice, "/work/in.txt", "", strings.NewReader("input"), -1)
+	info, err := d.WriteFile(t.Context(), alice, s.ID, "/work/in.txt", "", strings.NewReader("input"), -1)
 	if err != nil || info.Size != 5 || info.SHA256 == "" || info.Path != "/work/in.txt" {
 		t.Errorf("write: %+v, %v", info, err)
 	}
 	d.run(s.ID, "tr a-z A-Z < work/in.txt > work/out.txt")
-	r, _, err := d.ReadFile(t.Context(), s.ID, alice, "/work/out.txt", "")
+	r, _, err := d.ReadFile(t.Context(), alice, s.ID, "/work/out.txt", "")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -104,33 +108,33 @@ func TestCommandErrors(t *testing.T) {
 	d := w.start()
 	s := d.create()
 	for name, c := range map[string]struct {
-		cmd   lifecycle.Command
+		cmd   workload.Command
 		field string
 		code  int
 	}{
-		"empty":          {lifecycle.Command{}, "argv", 0},
-		"no such":        {lifecycle.Command{Argv: []string{"no-such-command"}}, "argv", 127},
-		"not executable": {lifecycle.Command{Argv: []string{"/etc/passwd"}}, "argv", 126},
-		"nul":            {lifecycle.Command{Argv: []string{"echo", "a\x00b"}}, "argv", 0},
-		"cwd":            {lifecycle.Command{Argv: []string{"true"}, Cwd: "/no/such/dir"}, "cwd", 0},
-		"user":           {lifecycle.Command{Argv: []string{"true"}, User: "nobody-knows"}, "user", 0},
-		"env":            {lifecycle.Command{Argv: []string{"true"}, Env: map[string]string{"A=B": "c"}}, "env", 0},
-		"big env":        {lifecycle.Command{Argv: []string{"true"}, Env: map[string]string{"A": strings.Repeat("x", 10<<20)}}, "env", 0},
-		"timeout":        {lifecycle.Command{Argv: []string{"true"}, Timeout: -1}, "timeout", 0},
+		"empty":          {workload.Command{}, "argv", 0},
+		"no such":        {workload.Command{Argv: []string{"no-such-command"}}, "argv", 127},
+		"not executable": {workload.Command{Argv: []string{"/etc/passwd"}}, "argv", 126},
+		"nul":            {workload.Command{Argv: []string{"echo", "a\x00b"}}, "argv", 0},
+		"cwd":            {workload.Command{Argv: []string{"true"}, Cwd: "/no/such/dir"}, "cwd", 0},
+		"user":           {workload.Command{Argv: []string{"true"}, User: "nobody-knows"}, "user", 0},
+		"env":            {workload.Command{Argv: []string{"true"}, Env: map[string]string{"A=B": "c"}}, "env", 0},
+		"big env":        {workload.Command{Argv: []string{"true"}, Env: map[string]string{"A": strings.Repeat("x", 10<<20)}}, "env", 0},
+		"timeout":        {workload.Command{Argv: []string{"true"}, Timeout: -1}, "timeout", 0},
 	} {
-		_, err := d.Start(t.Context(), s.ID, alice, c.cmd)
-		if !kind.Is(err, kind.Invalid) || kind.Field(err) != c.field || lifecycle.ExitCodeOf(err) != c.code {
-			t.Errorf("%s: %v: kind %v, field %q, exit %d", name, err, kind.Of(err), kind.Field(err), lifecycle.ExitCodeOf(err))
+		_, err := d.Start(t.Context(), alice, s.ID, c.cmd)
+		if !kind.Is(err, kind.Invalid) || kind.Field(err) != c.field || workload.ExitCodeOf(err) != c.code {
+			t.Errorf("%s: %v: kind %v, field %q, exit %d", name, err, kind.Of(err), kind.Field(err), workload.ExitCodeOf(err))
 		}
 	}
 	if got := w.count(s.ID, audit.CommandIntent); got != 4 || w.count(s.ID, audit.CommandRefused) != got {
 		t.Errorf("%d intents, %d refusals; want 4 of each\n%s", got, w.count(s.ID, audit.CommandRefused), w.story(s.ID))
 	}
-	if _, err := d.Start(t.Context(), session.NewID(), alice, lifecycle.Command{Argv: []string{"true"}}); !kind.Is(err, kind.NotFound) {
+	if _, err := d.Start(t.Context(), alice, session.NewID(), workload.Command{Argv: []string{"true"}}); !kind.Is(err, kind.NotFound) {
 		t.Errorf("in an unknown session: %v", err)
 	}
 	d.end(s.ID)
-	_, err := d.Start(t.Context(), s.ID, alice, lifecycle.Command{Argv: []string{"true"}})
+	_, err := d.Start(t.Context(), alice, s.ID, workload.Command{Argv: []string{"true"}})
 	if !kind.Is(err, kind.Conflict) || !strings.Contains(err.Error(), "requested") {
 		t.Errorf("in an ended session: %v", err)
 	}
@@ -142,14 +146,14 @@ func TestNoIntentNoCommand(t *testing.T) {
 	d := w.start()
 	s := d.create()
 	d.f.add(rule{call: "Store.Append.command.intent"})
-	if _, err := d.Start(t.Context(), s.ID, alice, lifecycle.Command{Argv: []string{"touch", "made"}}); err == nil {
+	if _, err := d.Start(t.Context(), alice, s.ID, workload.Command{Argv: []string{"touch", "made"}}); err == nil {
 		t.Error("a command ran without a record")
 	}
 	d.f.add(rule{call: "Store.Append.file.write.intent"})
-	if _, err := d.WriteFile(t.Context(), s.ID, alice, "/made", "", strings.NewReader("x"), 1); err == nil {
+	if _, err := d.WriteFile(t.Context(), alice, s.ID, "/made", "", strings.NewReader("x"), 1); err == nil {
 		t.Error("a file was written without a record")
 	}
-	if _, err := d.Stat(t.Context(), s.ID, "/made", ""); !kind.Is(err, kind.NotFound) {
+	if _, err := d.Stat(t.Context(), alice, s.ID, "/made", ""); !kind.Is(err, kind.NotFound) {
 		t.Errorf("the effect happened: %v", err)
 	}
 	d.end(s.ID)
@@ -160,11 +164,11 @@ func TestCallerGoneCommandGoesOn(t *testing.T) {
 	w := newWorld(t)
 	d := w.start()
 	s := d.create()
-	p, err := d.Start(t.Context(), s.ID, alice, lifecycle.Command{Argv: []string{"sh", "-c", "read line; yes x | head -c 300000; echo $line > got; exit 4"}, Stdin: true})
+	p, err := d.Start(t.Context(), alice, s.ID, workload.Command{Argv: []string{"sh", "-c", "read line; yes x | head -c 300000; echo $line > got; exit 4"}, Stdin: true})
 	if err != nil {
 		t.Fatal(err)
 	}
-	infos, err := d.Commands(t.Context(), s.ID)
+	infos, err := d.Commands(t.Context(), alice, s.ID)
 	if err != nil || len(infos) != 1 || infos[0].ID != p.ID || infos[0].Exit != nil {
 		t.Errorf("commands: %+v, %v", infos, err)
 	}
@@ -179,7 +183,7 @@ func TestCallerGoneCommandGoesOn(t *testing.T) {
 			t.Errorf("ended: %s, want %s in it", e.Payload, want)
 		}
 	}
-	q, err := d.Attach(t.Context(), s.ID, alice, p.ID)
+	q, err := d.Attach(t.Context(), alice, s.ID, p.ID)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -190,7 +194,7 @@ func TestCallerGoneCommandGoesOn(t *testing.T) {
 	if _, err := q.Next(t.Context()); !errors.Is(err, io.EOF) {
 		t.Errorf("after the end: %v", err)
 	}
-	if _, err := d.Attach(t.Context(), s.ID, alice, "nonesuch"); !kind.Is(err, kind.NotFound) {
+	if _, err := d.Attach(t.Context(), alice, s.ID, "nonesuch"); !kind.Is(err, kind.NotFound) {
 		t.Errorf("attach to nothing: %v", err)
 	}
 	d.end(s.ID)
@@ -202,7 +206,7 @@ func TestSlowReaderHoldsTheCommandUp(t *testing.T) {
 	d := w.start()
 	s := d.create()
 	// The marker file is written only after more output than fits anywhere.
-	p, err := d.Start(t.Context(), s.ID, alice, lifecycle.Command{Argv: []string{"sh", "-c", "yes x | head -c 8000000; touch done"}})
+	p, err := d.Start(t.Context(), alice, s.ID, workload.Command{Argv: []string{"sh", "-c", "yes x | head -c 8000000; touch done"}})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -211,7 +215,7 @@ func TestSlowReaderHoldsTheCommandUp(t *testing.T) {
 		t.Fatal(err)
 	}
 	for range 20 { // each look is a round trip during which nothing may pile up
-		if _, err := d.Stat(t.Context(), s.ID, "/done", ""); !kind.Is(err, kind.NotFound) {
+		if _, err := d.Stat(t.Context(), alice, s.ID, "/done", ""); !kind.Is(err, kind.NotFound) {
 			t.Fatalf("the command went on although nobody reads: %v", err)
 		}
 	}
@@ -221,7 +225,7 @@ func TestSlowReaderHoldsTheCommandUp(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if ev.Kind == lifecycle.End {
+		if ev.Kind == workload.End {
 			break
 		}
 		total += len(ev.Data)
@@ -236,7 +240,7 @@ func TestTerminalSignalAndTimeout(t *testing.T) {
 	w := newWorld(t)
 	d := w.start()
 	s := d.create()
-	p, err := d.Start(t.Context(), s.ID, alice, lifecycle.Command{Argv: []string{"sh", "-c", "stty size; read a; stty size"}, PTY: &lifecycle.Size{Cols: 90, Rows: 30}})
+	p, err := d.Start(t.Context(), alice, s.ID, workload.Command{Argv: []string{"sh", "-c", "stty size; read a; stty size"}, PTY: &workload.Size{Cols: 90, Rows: 30}})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -249,7 +253,7 @@ func TestTerminalSignalAndTimeout(t *testing.T) {
 		}
 		seen.Write(ev.Data)
 	}
-	if err := p.Resize(t.Context(), lifecycle.Size{Cols: 100, Rows: 40}); err != nil {
+	if err := p.Resize(t.Context(), workload.Size{Cols: 100, Rows: 40}); err != nil {
 		t.Fatal(err)
 	}
 	if err := p.Write(t.Context(), []byte("\n")); err != nil {
@@ -259,7 +263,7 @@ func TestTerminalSignalAndTimeout(t *testing.T) {
 		t.Errorf("after the resize: %q, %+v", out, exit)
 	}
 
-	q, err := d.Start(t.Context(), s.ID, alice, lifecycle.Command{Argv: []string{"sleep", "1000"}})
+	q, err := d.Start(t.Context(), alice, s.ID, workload.Command{Argv: []string{"sleep", "1000"}})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -274,7 +278,7 @@ func TestTerminalSignalAndTimeout(t *testing.T) {
 		t.Errorf("a signal after the end: %v", err)
 	}
 
-	r, err := d.Start(t.Context(), s.ID, alice, lifecycle.Command{Argv: []string{"sleep", "1000"}, Timeout: 20 * time.Millisecond})
+	r, err := d.Start(t.Context(), alice, s.ID, workload.Command{Argv: []string{"sleep", "1000"}, Timeout: 20 * time.Millisecond})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -288,16 +292,16 @@ func TestTerminalSignalAndTimeout(t *testing.T) {
 
 func TestTooManyCommands(t *testing.T) {
 	w := newWorld(t)
-	d := w.start(func(o *lifecycle.Options) { o.Bounds.Commands = 2 })
+	d := w.start(func(o *lifecycle.Options) { o.Bounds.Workload.Commands = 2 })
 	s := d.create()
 	for range 2 {
-		p, err := d.Start(t.Context(), s.ID, alice, lifecycle.Command{Argv: []string{"sleep", "1000"}})
+		p, err := d.Start(t.Context(), alice, s.ID, workload.Command{Argv: []string{"sleep", "1000"}})
 		if err != nil {
 			t.Fatal(err)
 		}
 		defer p.Detach()
 	}
-	if _, err := d.Start(t.Context(), s.ID, alice, lifecycle.Command{Argv: []string{"true"}}); !kind.Is(err, kind.Exhausted) {
+	if _, err := d.Start(t.Context(), alice, s.ID, workload.Command{Argv: []string{"true"}}); !kind.Is(err, kind.Exhausted) {
 		t.Errorf("the third: %v", err)
 	}
 	d.end(s.ID)
@@ -309,20 +313,20 @@ func TestFileErrors(t *testing.T) {
 	w := newWorld(t)
 	d := w.start()
 	s := d.create()
-	if _, _, err := d.ReadFile(t.Context(), s.ID, alice, "/missing", ""); !kind.Is(err, kind.NotFound) {
+	if _, _, err := d.ReadFile(t.Context(), alice, s.ID, "/missing", ""); !kind.Is(err, kind.NotFound) {
 		t.Errorf("reading what is not there: %v", err)
 	}
-	if _, _, err := d.ReadFile(t.Context(), s.ID, alice, "a\x00b", ""); !kind.Is(err, kind.Invalid) || kind.Field(err) != "path" {
+	if _, _, err := d.ReadFile(t.Context(), alice, s.ID, "a\x00b", ""); !kind.Is(err, kind.Invalid) || kind.Field(err) != "path" {
 		t.Errorf("a path with NUL: %v", err)
 	}
 	broken := errors.New("the caller's disk is broken")
-	if _, err := d.WriteFile(t.Context(), s.ID, alice, "/f", "", io.MultiReader(strings.NewReader("begin"), errReader{broken}), -1); err == nil {
+	if _, err := d.WriteFile(t.Context(), alice, s.ID, "/f", "", io.MultiReader(strings.NewReader("begin"), errReader{broken}), -1); err == nil {
 		t.Error("a write of half a file succeeded")
 	}
-	if _, err := d.WriteFile(t.Context(), s.ID, alice, "/g", "", strings.NewReader("whole"), 5); err != nil {
+	if _, err := d.WriteFile(t.Context(), alice, s.ID, "/g", "", strings.NewReader("whole"), 5); err != nil {
 		t.Fatal(err)
 	}
-	r, _, err := d.ReadFile(t.Context(), s.ID, alice, "/g", "")
+	r, _, err := d.ReadFile(t.Context(), alice, s.ID, "/g", "")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -336,15 +340,15 @@ func TestFileErrors(t *testing.T) {
 		t.Errorf("closed early: %s", e.Payload)
 	}
 	for _, err := range []error{
-		second(d.MakeDir(t.Context(), s.ID, alice, "/dir/sub", "")),
-		second(d.Move(t.Context(), s.ID, alice, "/g", "/dir/h", "")),
-		d.Remove(t.Context(), s.ID, alice, "/dir/sub", ""),
+		second(d.MakeDir(t.Context(), alice, s.ID, "/dir/sub", "")),
+		second(d.Move(t.Context(), alice, s.ID, "/g", "/dir/h", "")),
+		d.Remove(t.Context(), alice, s.ID, "/dir/sub", ""),
 	} {
 		if err != nil {
 			t.Error(err)
 		}
 	}
-	infos, err := d.ListDir(t.Context(), s.ID, "/", "", 2)
+	infos, err := d.ListDir(t.Context(), alice, s.ID, "/", "", 2)
 	var names []string
 	for _, i := range infos {
 		names = append(names, i.Path+" "+string(i.Type))
@@ -352,7 +356,7 @@ func TestFileErrors(t *testing.T) {
 	if err != nil || !slices.Contains(names, "/dir dir") || !slices.Contains(names, "/dir/h file") || slices.Contains(names, "/dir/sub dir") {
 		t.Errorf("list: %v, %v", names, err)
 	}
-	if _, err := d.MakeDir(t.Context(), s.ID, alice, "/dir", ""); !kind.Is(err, kind.Conflict) {
+	if _, err := d.MakeDir(t.Context(), alice, s.ID, "/dir", ""); !kind.Is(err, kind.Conflict) {
 		t.Errorf("making what is there: %v", err)
 	}
 	d.end(s.ID)
@@ -364,7 +368,7 @@ func TestUnreadFileDoesNotHoldUpTheEnd(t *testing.T) {
 	d := w.start(func(o *lifecycle.Options) { o.Bounds.Drain = time.Hour })
 	s := d.create()
 	d.run(s.ID, "head -c 3000000 /dev/zero > big")
-	r, _, err := d.ReadFile(t.Context(), s.ID, alice, "/big", "")
+	r, _, err := d.ReadFile(t.Context(), alice, s.ID, "/big", "")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -390,12 +394,12 @@ func (r errReader) Read([]byte) (int, error) { return 0, r.err }
 func TestIdempotentCreate(t *testing.T) {
 	w := newWorld(t)
 	d := w.start()
-	key := lifecycle.IdempotencyKey{Scope: "alice", Key: "k", Digest: "d"}
+	key := session.IdempotencyKey{Scope: "alice", Key: "k", Digest: "d"}
 	var wg sync.WaitGroup
 	ids := make([]session.ID, 5)
 	for i := range ids {
 		wg.Go(func() {
-			s, _, err := d.Create(t.Context(), lifecycle.CreateRequest{Owner: alice, Key: key})
+			s, _, err := d.Create(t.Context(), lifecycle.CreateRequest{Caller: alice, Key: key})
 			if err != nil || s.State != session.Running {
 				t.Errorf("create: %s, %v", s.State, err)
 			}
@@ -408,11 +412,11 @@ func TestIdempotentCreate(t *testing.T) {
 			t.Fatalf("one key made several sessions: %v", ids)
 		}
 	}
-	if _, timing, err := d.Create(t.Context(), lifecycle.CreateRequest{Owner: alice, Key: key}); err != nil || len(timing) != 0 {
+	if _, timing, err := d.Create(t.Context(), lifecycle.CreateRequest{Caller: alice, Key: key}); err != nil || len(timing) != 0 {
 		t.Errorf("a repeated create: phases %v, %v", timing, err)
 	}
 	key.Digest = "other"
-	if _, _, err := d.Create(t.Context(), lifecycle.CreateRequest{Owner: alice, Key: key}); !kind.Is(err, kind.Conflict) {
+	if _, _, err := d.Create(t.Context(), lifecycle.CreateRequest{Caller: alice, Key: key}); !kind.Is(err, kind.Conflict) {
 		t.Errorf("the key for another request: %v", err)
 	}
 	d.end(ids[0])
@@ -426,11 +430,11 @@ func TestCreateRefusals(t *testing.T) {
 		"resources.memory_mib": {Resources: session.Resources{MemoryMiB: 1}},
 		"template":             {Template: "nonesuch"},
 	} {
-		if _, _, err := d.Create(t.Context(), lifecycle.CreateRequest{Owner: alice, Spec: spec}); kind.Field(err) != field {
+		if _, _, err := d.Create(t.Context(), lifecycle.CreateRequest{Caller: alice, Spec: spec}); kind.Field(err) != field {
 			t.Errorf("want field %s: %v", field, err)
 		}
 	}
-	all, _, err := d.List(t.Context(), lifecycle.Filter{}, "", 100)
+	all, _, err := d.List(t.Context(), alice, session.Filter{}, "", 100)
 	if err != nil || len(all) != 0 {
 		t.Errorf("refused creates left sessions: %v, %v", all, err)
 	}
@@ -439,15 +443,15 @@ func TestCreateRefusals(t *testing.T) {
 func TestNotReadyAndStopping(t *testing.T) {
 	w := newWorld(t)
 	d := w.launch(func(o *lifecycle.Options) {
-		o.Hook = func(string) {}
+		o.FailPoint = func(string) {}
 	})
 	<-d.Ready()
 	s := d.create()
 	d.stop()
 	for name, err := range map[string]error{
-		"create": third(d.Create(t.Context(), lifecycle.CreateRequest{Owner: alice})),
+		"create": third(d.Create(t.Context(), lifecycle.CreateRequest{Caller: alice})),
 		"end":    second(d.End(t.Context(), lifecycle.EndRequest{ID: s.ID})),
-		"start":  second(d.Start(t.Context(), s.ID, alice, lifecycle.Command{Argv: []string{"true"}})),
+		"start":  second(d.Start(t.Context(), alice, s.ID, workload.Command{Argv: []string{"true"}})),
 	} {
 		if !kind.Is(err, kind.Unavailable) {
 			t.Errorf("%s after the stop: %v", name, err)
@@ -473,15 +477,15 @@ func TestEndWhileCreating(t *testing.T) {
 	d.driver.Script(fake.Fault{Method: "Start", Mode: fake.Stall, Hit: hit})
 	created := make(chan error, 1)
 	go func() {
-		_, _, err := d.Create(t.Context(), lifecycle.CreateRequest{Owner: alice})
+		_, _, err := d.Create(t.Context(), lifecycle.CreateRequest{Caller: alice})
 		created <- err
 	}()
 	<-hit
-	all, _, err := d.List(t.Context(), lifecycle.Filter{}, "", 10)
+	all, _, err := d.List(t.Context(), alice, session.Filter{}, "", 10)
 	if err != nil || len(all) != 1 || all[0].State != session.Creating {
 		t.Fatalf("list: %+v, %v", all, err)
 	}
-	s, err := d.End(t.Context(), lifecycle.EndRequest{ID: all[0].ID, Actor: alice, Reason: session.ResourceOut, Detail: "no"})
+	s, err := d.End(t.Context(), lifecycle.EndRequest{Caller: alice, ID: all[0].ID, Reason: session.ResourceOut, Detail: "no"})
 	if err != nil || s.State != session.Ended || s.Reason != session.ResourceOut {
 		t.Errorf("end: %+v, %v", s, err)
 	}
@@ -498,7 +502,7 @@ func TestEndWithCallerGone(t *testing.T) {
 	s := d.create()
 	ctx, cancel := context.WithCancel(t.Context())
 	d.f.add(rule{call: "Node.Freeze", then: cancel, pass: true})
-	if _, err := d.End(ctx, lifecycle.EndRequest{ID: s.ID, Actor: alice}); !errors.Is(err, context.Canceled) {
+	if _, err := d.End(ctx, lifecycle.EndRequest{Caller: alice, ID: s.ID}); !errors.Is(err, context.Canceled) {
 		t.Errorf("end: %v", err)
 	}
 	d.awaitState(s.ID, session.Ended)
@@ -513,12 +517,12 @@ func TestManyEndAtOnce(t *testing.T) {
 	var wg sync.WaitGroup
 	for range 8 {
 		wg.Go(func() {
-			if s, err := d.End(t.Context(), lifecycle.EndRequest{ID: s.ID, Actor: alice}); err != nil || s.State != session.Ended {
+			if s, err := d.End(t.Context(), lifecycle.EndRequest{Caller: alice, ID: s.ID}); err != nil || s.State != session.Ended {
 				t.Errorf("end: %s, %v", s.State, err)
 			}
 		})
 		wg.Go(func() {
-			p, err := d.Start(t.Context(), s.ID, alice, lifecycle.Command{Argv: []string{"sleep", "1000"}})
+			p, err := d.Start(t.Context(), alice, s.ID, workload.Command{Argv: []string{"sleep", "1000"}})
 			if err == nil {
 				p.Detach()
 			} else if !kind.Is(err, kind.Conflict) && !kind.Is(err, kind.Unavailable) {
@@ -546,7 +550,7 @@ func TestSandboxStops(t *testing.T) {
 			w := newWorld(t)
 			d := w.start()
 			s := d.create()
-			p, err := d.Start(t.Context(), s.ID, alice, lifecycle.Command{Argv: []string{"sleep", "1000"}})
+			p, err := d.Start(t.Context(), alice, s.ID, workload.Command{Argv: []string{"sleep", "1000"}})
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -572,7 +576,7 @@ func TestOOMOfAProcess(t *testing.T) {
 	w := newWorld(t)
 	d := w.start()
 	s := d.create()
-	p, err := d.Start(t.Context(), s.ID, alice, lifecycle.Command{Argv: []string{"sleep", "1000"}})
+	p, err := d.Start(t.Context(), alice, s.ID, workload.Command{Argv: []string{"sleep", "1000"}})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -610,21 +614,21 @@ func TestOutboundIsTold(t *testing.T) {
 func TestDeadline(t *testing.T) {
 	w := newWorld(t)
 	d := w.start()
-	s, _, err := d.Create(t.Context(), lifecycle.CreateRequest{Owner: alice, Spec: session.Spec{Timeout: 300}})
+	s, _, err := d.Create(t.Context(), lifecycle.CreateRequest{Caller: alice, Spec: session.Spec{Timeout: 300}})
 	if err != nil {
 		t.Fatal(err)
 	}
-	if _, err := d.SetTimeout(t.Context(), s.ID, alice, 0); !kind.Is(err, kind.Invalid) {
+	if _, err := d.SetTimeout(t.Context(), alice, s.ID, 0); !kind.Is(err, kind.Invalid) {
 		t.Errorf("no time at all: %v", err)
 	}
-	moved, err := d.SetTimeout(t.Context(), s.ID, alice, 1)
+	moved, err := d.SetTimeout(t.Context(), alice, s.ID, 1)
 	if err != nil || !moved.Deadline.Before(s.Deadline) {
 		t.Errorf("moved from %s to %s, %v", s.Deadline, moved.Deadline, err)
 	}
 	d.awaitState(s.ID, session.Ended)
 	w.checkEnded(d, s.ID, session.Deadline)
 	w.checkNothingLeft()
-	if s, err := d.SetTimeout(t.Context(), s.ID, alice, 5); !kind.Is(err, kind.Conflict) {
+	if s, err := d.SetTimeout(t.Context(), alice, s.ID, 5); !kind.Is(err, kind.Conflict) {
 		t.Errorf("after the end: %v, %v", s, err)
 	}
 }
@@ -634,7 +638,7 @@ func TestUnkillableStaysEndingAndIsRetried(t *testing.T) {
 	d := w.start()
 	s := d.create()
 	d.driver.Script(fake.Fault{Method: "Destroy", Mode: fake.FailBefore, Times: 5, Err: errors.New("process 4711 is in D state")})
-	got, err := d.End(t.Context(), lifecycle.EndRequest{ID: s.ID, Actor: alice})
+	got, err := d.End(t.Context(), lifecycle.EndRequest{Caller: alice, ID: s.ID})
 	if !kind.Is(err, kind.Unavailable) || got.State != session.Ending {
 		t.Fatalf("end: %s, %v", got.State, err)
 	}
@@ -654,7 +658,7 @@ func TestUnkillableStaysEndingAndIsRetried(t *testing.T) {
 
 func TestHungDigestIsBounded(t *testing.T) {
 	w := newWorld(t)
-	d := w.start(func(o *lifecycle.Options) { o.Bounds.Digest = 30 * time.Millisecond })
+	d := w.start(func(o *lifecycle.Options) { o.Bounds.Workload.List = 30 * time.Millisecond })
 	s := d.create()
 	free := make(chan struct{})
 	d.driver.Script(fake.Fault{Method: "ExportChanges", Mode: fake.Stall, Until: free, Deaf: true})
@@ -669,7 +673,7 @@ func TestHungDigestIsBounded(t *testing.T) {
 
 func TestDigestIsBounded(t *testing.T) {
 	w := newWorld(t)
-	d := w.start(func(o *lifecycle.Options) { o.Bounds.DigestFiles, o.Bounds.DigestBytes = 10, 100 })
+	d := w.start(func(o *lifecycle.Options) { o.Bounds.Workload.ListFiles, o.Bounds.Workload.ListBytes = 10, 100 })
 	s := d.create()
 	d.run(s.ID, "i=0; while [ $i -lt 30 ]; do echo $i > f$i; i=$((i+1)); done; head -c 1000 /dev/zero > a-big")
 	s = d.end(s.ID)
@@ -737,7 +741,7 @@ func TestCommandsOverARestart(t *testing.T) {
 	w := newWorld(t)
 	d := w.start()
 	s := d.create()
-	p, err := d.Start(t.Context(), s.ID, alice, lifecycle.Command{Argv: []string{"sh", "-c", "read x; exit 5"}, Stdin: true})
+	p, err := d.Start(t.Context(), alice, s.ID, workload.Command{Argv: []string{"sh", "-c", "read x; exit 5"}, Stdin: true})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -748,7 +752,7 @@ func TestCommandsOverARestart(t *testing.T) {
 	}
 	p.Detach()
 	d2 := w.start()
-	q, err := d2.Attach(t.Context(), s.ID, alice, p.ID)
+	q, err := d2.Attach(t.Context(), alice, s.ID, p.ID)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -763,7 +767,7 @@ func TestCommandsOverARestart(t *testing.T) {
 		t.Errorf("exit: %+v", exit)
 	}
 	// One that vanished meanwhile is told to be lost.
-	p2, err := d2.Start(t.Context(), s.ID, alice, lifecycle.Command{Argv: []string{"sleep", "1000"}})
+	p2, err := d2.Start(t.Context(), alice, s.ID, workload.Command{Argv: []string{"sleep", "1000"}})
 	if err != nil {
 		t.Fatal(err)
 	}

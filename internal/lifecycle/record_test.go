@@ -7,10 +7,12 @@ import (
 	"testing"
 	"time"
 
+	"bivy/internal/access"
 	"bivy/internal/audit"
 	"bivy/internal/kind"
 	"bivy/internal/lifecycle"
 	"bivy/internal/session"
+	"bivy/internal/workload"
 )
 
 // entries are the events of a record whose ref is ref, as "action payload".
@@ -35,11 +37,11 @@ func TestDiesAsItBeginsToRun(t *testing.T) {
 	w := newWorld(t)
 	var d *daemon
 	d = w.start(func(o *lifecycle.Options) {
-		o.Hook = func(point string) {
+		o.FailPoint = func(point string) {
 			if point != "create.running.done" {
 				return
 			}
-			all, err := w.store.Live(t.Context())
+			all, err := w.store.Live(t.Context(), "here")
 			if err != nil || len(all) != 1 {
 				t.Errorf("sessions: %d, %v", len(all), err)
 				return
@@ -48,7 +50,7 @@ func TestDiesAsItBeginsToRun(t *testing.T) {
 			waitFor(t, func() bool { return d.Died(all[0].ID) })
 		}
 	})
-	s, _, err := d.Create(t.Context(), lifecycle.CreateRequest{Owner: alice})
+	s, _, err := d.Create(t.Context(), lifecycle.CreateRequest{Caller: alice})
 	if !kind.Is(err, kind.Unavailable) {
 		t.Errorf("create: %v", err)
 	}
@@ -72,7 +74,7 @@ func TestUndoIsAnnounced(t *testing.T) {
 		if !recorded {
 			d.f.add(rule{call: "Store.Append.step.intent"})
 		}
-		s, _, err := d.Create(t.Context(), lifecycle.CreateRequest{Owner: alice})
+		s, _, err := d.Create(t.Context(), lifecycle.CreateRequest{Caller: alice})
 		if err == nil {
 			t.Fatal("the create succeeded although a step failed")
 		}
@@ -98,19 +100,19 @@ func TestSignalsAndHoldsAreRecorded(t *testing.T) {
 	w := newWorld(t)
 	d := w.start()
 	s := d.create()
-	p, err := d.Start(t.Context(), s.ID, alice, lifecycle.Command{Argv: []string{"sleep", "1000"}})
+	p, err := d.Start(t.Context(), alice, s.ID, workload.Command{Argv: []string{"sleep", "1000"}})
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer p.Detach()
-	bob := session.Principal{Subject: "key:bob"}
+	bob := access.Caller{Principal: session.Principal{Subject: "key:bob"}, Role: access.Admin}
 
 	d.f.add(rule{call: "Store.Append.command.attached"})
-	if _, err := d.Attach(t.Context(), s.ID, bob, p.ID); err == nil {
+	if _, err := d.Attach(t.Context(), bob, s.ID, p.ID); err == nil {
 		t.Error("taken hold of without a record")
 	}
 	for range 2 {
-		q, err := d.Attach(t.Context(), s.ID, bob, p.ID)
+		q, err := d.Attach(t.Context(), bob, s.ID, p.ID)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -162,7 +164,7 @@ func TestWhatRanIsNamed(t *testing.T) {
 
 func TestNamesInTheDigestAreBounded(t *testing.T) {
 	w := newWorld(t)
-	d := w.start(func(o *lifecycle.Options) { o.Bounds.DigestNames = 500 })
+	d := w.start(func(o *lifecycle.Options) { o.Bounds.Workload.ListNames = 500 })
 	s := d.create()
 	d.run(s.ID, "i=10; while [ $i -lt 30 ]; do echo $i > $(printf %0100d $i); i=$((i+1)); done")
 	s = d.end(s.ID)
@@ -178,7 +180,7 @@ func TestNamesInTheDigestAreBounded(t *testing.T) {
 // A seal cannot be erased: what a guest or the host's errors said is not in it.
 func TestResidualsAreOurOwnWords(t *testing.T) {
 	w := newWorld(t)
-	d := w.start(func(o *lifecycle.Options) { o.Bounds.DigestFiles = 1 })
+	d := w.start(func(o *lifecycle.Options) { o.Bounds.Workload.ListFiles = 1 })
 	s := d.create()
 	d.run(s.ID, "touch one two")
 	d.f.add(rule{call: "Node.Freeze"}) // fails with "injected"
@@ -203,7 +205,7 @@ func TestLateDeadline(t *testing.T) {
 	d := w.start(func(o *lifecycle.Options) { o.Bounds.Sweep = 10 * time.Millisecond })
 	s := d.create()
 	d.f.add(rule{call: "Node.SetDeadline"})
-	if _, err := d.SetTimeout(t.Context(), s.ID, alice, 1); err == nil {
+	if _, err := d.SetTimeout(t.Context(), alice, s.ID, 1); err == nil {
 		t.Error("the node has not got the deadline, and nobody is told")
 	}
 	d.awaitState(s.ID, session.Ended)
@@ -219,7 +221,7 @@ func TestUnrecordedOOMIsToldAgain(t *testing.T) {
 	d.f.add(rule{call: "Store.Append.sandbox.oom", then: sync.OnceFunc(func() { close(failed) })})
 	w.host.OOM(s.SandboxID(), 1, false)
 	<-failed
-	p, err := d.Start(t.Context(), s.ID, alice, lifecycle.Command{Argv: []string{"sleep", "1000"}})
+	p, err := d.Start(t.Context(), alice, s.ID, workload.Command{Argv: []string{"sleep", "1000"}})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -236,7 +238,7 @@ func TestStopWaitsForFiles(t *testing.T) {
 	d := w.start()
 	s := d.create()
 	d.run(s.ID, "head -c 3000000 /dev/zero > big")
-	if _, _, err := d.ReadFile(t.Context(), s.ID, alice, "/big", ""); err != nil {
+	if _, _, err := d.ReadFile(t.Context(), alice, s.ID, "/big", ""); err != nil {
 		t.Fatal(err)
 	}
 	d.stop()
@@ -251,10 +253,10 @@ func TestOverdueIsPaidOnce(t *testing.T) {
 	d := w.start(func(o *lifecycle.Options) { o.Bounds.Sweep = 10 * time.Millisecond })
 	s := d.create()
 	d.f.add(rule{call: "Store.Append.file.written", after: true})
-	if _, err := d.WriteFile(t.Context(), s.ID, alice, "/made", "", strings.NewReader("x"), 1); err == nil {
+	if _, err := d.WriteFile(t.Context(), alice, s.ID, "/made", "", strings.NewReader("x"), 1); err == nil {
 		t.Error("the outcome could not be recorded, and nobody is told")
 	}
-	waitFor(t, func() bool { return d.Owing(s.ID) == 0 })
+	waitFor(t, func() bool { return d.PendingOutcomes(s.ID) == 0 })
 	d.end(s.ID)
 	w.checkEnded(d, s.ID)
 	if n := w.count(s.ID, audit.FileWritten); n != 1 {

@@ -15,15 +15,20 @@ import (
 	"testing"
 	"time"
 
+	"bivy/internal/access"
 	"bivy/internal/audit"
 	"bivy/internal/driver"
 	"bivy/internal/driver/fake"
 	"bivy/internal/guest/guestclient"
+	"bivy/internal/journal"
 	"bivy/internal/kind"
 	"bivy/internal/lifecycle"
 	"bivy/internal/node"
+	"bivy/internal/sandbox"
 	"bivy/internal/session"
 	"bivy/internal/store/sqlite"
+	"bivy/internal/workgroup"
+	"bivy/internal/workload"
 )
 
 // world is a machine with its disks: what survives when the daemon dies.
@@ -35,6 +40,8 @@ type world struct {
 	templates *templates
 	signer    *audit.Signer
 	boot      string
+	wrap      func(lifecycle.Node) lifecycle.Node // nil: the node as it is
+	grace     time.Duration                       // of the node, after a deadline; 0: the node's default
 }
 
 func newWorld(t testing.TB) *world {
@@ -61,11 +68,11 @@ type templates struct {
 	leases map[string]string
 }
 
-func (s *templates) Resolve(_ context.Context, name string, _ func(int64, int64, string)) (lifecycle.Template, error) {
+func (s *templates) Resolve(_ context.Context, name string, _ func(int64, int64, string)) (sandbox.Template, error) {
 	if name != "base" {
-		return lifecycle.Template{}, kind.Errorf(kind.NotFound, "there is no template %q; there is: base", name).WithField("template")
+		return sandbox.Template{}, kind.Errorf(kind.NotFound, "there is no template %q; there is: base", name).WithField("template")
 	}
-	return lifecycle.Template{Digest: "sha256:" + strings.Repeat("0", 64), ImageDigest: "sha256:" + strings.Repeat("1", 64), Image: "/nonexistent", Agent: []string{"/agent"}}, nil
+	return sandbox.Template{Digest: "sha256:" + strings.Repeat("0", 64), ImageDigest: "sha256:" + strings.Repeat("1", 64), Image: "/nonexistent", Agent: []string{"/agent"}}, nil
 }
 
 func (s *templates) Lease(_ context.Context, digest, holder string) error {
@@ -162,22 +169,23 @@ type faultyStore struct {
 	f *faults
 }
 
-func (s faultyStore) Create(ctx context.Context, in session.Session, key lifecycle.IdempotencyKey, e ...audit.Entry) (out session.Session, existed bool, err error) {
+func (s faultyStore) Create(ctx context.Context, in session.Session, key session.IdempotencyKey, e ...audit.Entry) (out session.Session, existed bool, err error) {
 	err = s.f.do("Store.Create", func() (err error) { out, existed, err = s.Store.Create(ctx, in, key, e...); return err })
 	return out, existed, err
 }
 
-func (s faultyStore) Transition(ctx context.Context, in session.Session, e ...audit.Entry) (out session.Session, err error) {
-	err = s.f.do("Store.Transition."+string(in.State), func() (err error) { out, err = s.Store.Transition(ctx, in, e...); return err })
-	return out, err
+func (s faultyStore) Transition(ctx context.Context, at session.Fence, in session.Session, e ...audit.Entry) (out session.Session, first uint64, err error) {
+	err = s.f.do("Store.Transition."+string(in.State), func() (err error) { out, first, err = s.Store.Transition(ctx, at, in, e...); return err })
+	return out, first, err
 }
 
-func (s faultyStore) Append(ctx context.Context, id session.ID, e ...audit.Entry) error {
-	return s.f.do("Store.Append."+string(e[len(e)-1].Action), func() error { return s.Store.Append(ctx, id, e...) })
+func (s faultyStore) Append(ctx context.Context, id session.ID, at session.Fence, e ...audit.Entry) (first uint64, err error) {
+	err = s.f.do("Store.Append."+string(e[len(e)-1].Action), func() (err error) { first, err = s.Store.Append(ctx, id, at, e...); return err })
+	return first, err
 }
 
-func (s faultyStore) Seal(ctx context.Context, in session.Session, sign func(audit.Head) (audit.Seal, error), e ...audit.Entry) (out session.Session, err error) {
-	err = s.f.do("Store.Seal", func() (err error) { out, err = s.Store.Seal(ctx, in, sign, e...); return err })
+func (s faultyStore) Seal(ctx context.Context, at session.Fence, in session.Session, sign func(audit.Head, audit.Heads) (audit.Seal, error), e ...audit.Entry) (out session.Session, err error) {
+	err = s.f.do("Store.Seal", func() (err error) { out, err = s.Store.Seal(ctx, at, in, sign, e...); return err })
 	return out, err
 }
 
@@ -191,7 +199,7 @@ type faultyNode struct {
 	f *faults
 }
 
-func (n faultyNode) Start(ctx context.Context, want lifecycle.SandboxSpec) error {
+func (n faultyNode) Start(ctx context.Context, want sandbox.Spec) error {
 	return n.f.do("Node.Start", func() error { return n.Node.Start(ctx, want) })
 }
 
@@ -226,12 +234,14 @@ func (n faultyNode) Stats(ctx context.Context, id session.SandboxID) (st driver.
 	return st, err
 }
 
-func (n faultyNode) Changes(ctx context.Context, id session.SandboxID, w io.Writer) error {
-	return n.f.do("Node.Changes", func() error { return n.Node.Changes(ctx, id, w) })
+func (n faultyNode) Changes(ctx context.Context, id session.SandboxID, w io.Writer) (r driver.ChangeReport, err error) {
+	err = n.f.do("Node.Changes", func() (err error) { r, err = n.Node.Changes(ctx, id, w); return err })
+	return r, err
 }
 
-func (n faultyNode) Destroy(ctx context.Context, id session.SandboxID) error {
-	return n.f.do("Node.Destroy", func() error { return n.Node.Destroy(ctx, id) })
+func (n faultyNode) Destroy(ctx context.Context, id session.SandboxID) (r sandbox.Removal, err error) {
+	err = n.f.do("Node.Destroy", func() (err error) { r, err = n.Node.Destroy(ctx, id); return err })
+	return r, err
 }
 
 func (n faultyNode) List(ctx context.Context) (found []driver.Found, err error) {
@@ -255,6 +265,7 @@ func (s faultyTemplates) Release(ctx context.Context, holder string) error {
 // daemon is one life of the process.
 type daemon struct {
 	*lifecycle.Manager
+	*workload.Service
 	t      testing.TB
 	w      *world
 	f      *faults
@@ -282,17 +293,28 @@ func (w *world) launch(change ...func(*lifecycle.Options)) *daemon {
 func (w *world) launchWith(f *faults, change ...func(*lifecycle.Options)) *daemon {
 	w.t.Helper()
 	drv := &fake.Driver{Host: w.host}
-	n, err := node.New(node.Options{Dir: filepath.Join(w.dir, "node"), Driver: drv, BootID: w.boot, Tick: 5 * time.Millisecond})
-	if err != nil {
-		w.t.Fatal(err)
-	}
+	log := slog.New(slog.NewTextHandler(w.t.Output(), nil))
+	signing := journal.NewSigning(w.dir, w.signer)
+	system := journal.NewSystemRecord(journal.SystemOptions{Store: w.store, Node: "here", Signing: signing, Access: access.Roles{}, Log: log})
 	o := lifecycle.Options{
-		Store: faultyStore{w.store, f}, Node: faultyNode{n, f}, Templates: faultyTemplates{w.templates, f},
-		Signer: w.signer, NodeID: "here", BootID: w.boot, Log: slog.New(slog.NewTextHandler(w.t.Output(), nil)),
-		Bounds: lifecycle.Bounds{RetryMin: time.Millisecond, RetryMax: 20 * time.Millisecond, Sweep: time.Hour, Digest: 5 * time.Second, Stop: 5 * time.Second},
+		Store: faultyStore{w.store, f}, Work: workgroup.New(), Templates: faultyTemplates{w.templates, f}, System: system,
+		Signer: signing, Access: access.Roles{}, NodeID: "here", BootID: w.boot, Log: log,
+		Bounds: lifecycle.Bounds{RetryMin: time.Millisecond, RetryMax: 20 * time.Millisecond, Sweep: time.Hour, Stop: 5 * time.Second, Workload: workload.Bounds{List: 5 * time.Second}},
 	}
 	for _, c := range change {
 		c(&o)
+	}
+	o.Journal = journal.New(journal.Options{Store: o.Store, Work: o.Work, Log: log, FailPoint: o.FailPoint})
+	n, err := node.New(node.Options{
+		Dir: filepath.Join(w.dir, "node"), Driver: drv, Recorder: journal.NewRecorder(o.Journal, system, "here"),
+		BootID: w.boot, Tick: 5 * time.Millisecond, Grace: w.grace, Log: log,
+	})
+	if err != nil {
+		w.t.Fatal(err)
+	}
+	o.Node = faultyNode{n, f}
+	if w.wrap != nil {
+		o.Node = w.wrap(o.Node)
 	}
 	m, err := lifecycle.New(o)
 	if err != nil {
@@ -310,16 +332,16 @@ func (w *world) launchWith(f *faults, change ...func(*lifecycle.Options)) *daemo
 			w.t.Errorf("manager: %v", err)
 		}
 	})
-	d := &daemon{Manager: m, t: w.t, w: w, f: f, driver: drv, stop: sync.OnceFunc(func() { cancel(); wg.Wait() })}
+	d := &daemon{Manager: m, Service: m.Workload(), t: w.t, w: w, f: f, driver: drv, stop: sync.OnceFunc(func() { cancel(); wg.Wait() })}
 	w.t.Cleanup(d.stop)
 	return d
 }
 
-var alice = session.Principal{Subject: "key:alice"}
+var alice = access.Caller{Principal: session.Principal{Subject: "key:alice"}, Role: access.Developer}
 
 func (d *daemon) create() session.Session {
 	d.t.Helper()
-	s, _, err := d.Create(d.t.Context(), lifecycle.CreateRequest{Owner: alice})
+	s, _, err := d.Create(d.t.Context(), lifecycle.CreateRequest{Caller: alice})
 	if err != nil {
 		d.t.Fatalf("create: %v", err)
 	}
@@ -329,7 +351,7 @@ func (d *daemon) create() session.Session {
 func (d *daemon) end(id session.ID) session.Session {
 	d.t.Helper()
 	for {
-		s, err := d.End(d.t.Context(), lifecycle.EndRequest{ID: id, Actor: alice})
+		s, err := d.End(d.t.Context(), lifecycle.EndRequest{Caller: alice, ID: id})
 		if err == nil {
 			return s
 		}
@@ -360,7 +382,7 @@ func (d *daemon) awaitEvent(id session.ID, match func(audit.Stored) bool) audit.
 	defer cancel()
 	var got audit.Stored
 	stop := errors.New("stop")
-	err := d.Watch(ctx, id, 0, func(e audit.Stored) error {
+	err := d.Follow(ctx, alice, id, 0, func(e audit.Stored) error {
 		if match(e) {
 			got = e
 			return stop
@@ -379,9 +401,9 @@ func (d *daemon) awaitAction(id session.ID, a audit.Action) audit.Stored {
 }
 
 // run runs a line of shell to its end and returns what it put out.
-func (d *daemon) run(id session.ID, line string) (string, lifecycle.CommandExit) {
+func (d *daemon) run(id session.ID, line string) (string, workload.Exit) {
 	d.t.Helper()
-	p, err := d.Start(d.t.Context(), id, alice, lifecycle.Command{Argv: []string{"sh", "-c", line}})
+	p, err := d.Start(d.t.Context(), alice, id, workload.Command{Argv: []string{"sh", "-c", line}})
 	if err != nil {
 		d.t.Fatalf("start %q: %v", line, err)
 	}
@@ -389,7 +411,7 @@ func (d *daemon) run(id session.ID, line string) (string, lifecycle.CommandExit)
 	return collect(d.t, p)
 }
 
-func collect(t testing.TB, p *lifecycle.Process) (string, lifecycle.CommandExit) {
+func collect(t testing.TB, p *workload.Process) (string, workload.Exit) {
 	t.Helper()
 	var out strings.Builder
 	for {
@@ -397,7 +419,7 @@ func collect(t testing.TB, p *lifecycle.Process) (string, lifecycle.CommandExit)
 		if err != nil {
 			t.Fatalf("next: %v", err)
 		}
-		if ev.Kind == lifecycle.End {
+		if ev.Kind == workload.End {
 			return out.String(), ev.Exit
 		}
 		out.Write(ev.Data)
@@ -444,7 +466,7 @@ func (w *world) checkEnded(d *daemon, id session.ID, reasons ...session.Reason) 
 		return s
 	}
 	var export bytes.Buffer
-	if err := d.Export(context.Background(), id, &export); err != nil {
+	if err := d.Export(context.Background(), alice, id, &export); err != nil {
 		w.t.Fatal(err)
 	}
 	report, err := audit.Verify(&export, []audit.PublicKey{w.signer.Public()}, audit.VerifyOptions{})

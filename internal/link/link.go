@@ -1,18 +1,22 @@
-// Package link is a sandbox's only wire: one end of a socket pair is the
-// guest's eth0, the other ends here, in a small user-space network stack. The
-// host has no interface, route or firewall rule for it, so that nothing leaves
-// a sandbox without passing this code and nothing is left behind but a file
-// descriptor.
+// Package link is the only network connection of a sandbox, the wire: one end
+// of a socket pair is the guest's eth0, the other ends here, in a small
+// user-space network stack. The host has no interface, route or firewall rule
+// for it, so nothing leaves a sandbox without passing this code, and all that
+// there is to clean up is a file descriptor.
 //
-// In this version the wire is dark outward: what the guest sends of its own
-// accord is refused at once and counted. Inward, Dial reaches any TCP port of
-// the guest.
+//	guest: eth0 10.88.0.2 ◀── packets ──▶ filter ── TCP only ──▶ stack ──▶ Dial, Outbound
+//
+// Inward, Dial reaches any TCP port of the guest. Outward, TCP connections go
+// to the Outbound handler. Everything else that the guest sends is refused at
+// once and counted; without a handler connections are too, and the link is
+// called dark.
 package link
 
 import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"net"
 	"net/netip"
 	"os"
@@ -39,7 +43,7 @@ var (
 	Gateway = netip.MustParseAddr("10.88.0.1")
 )
 
-// PrefixBits is the length of the wire's network prefix.
+// PrefixBits is the length of the network prefix of both addresses.
 const PrefixBits = 30
 
 // MTU of the wire. A packet is one datagram between two processes, so larger
@@ -53,20 +57,22 @@ type Link struct {
 	stack   *stack.Stack
 	wire    *os.File
 	child   *fdbased.InjectableEndpoint
-	gate    *gate
-	over    chan struct{} // closes when nothing is read from the wire any more
+	filter  *filter
+	over    chan struct{} // closed when nothing is read from the wire any more
 	buffers sync.Pool     // of *[]byte of MTU: an idle wire holds none
 	closing atomic.Bool
+	ctx     context.Context // of flows; ends with Close
+	cancel  context.CancelFunc
 }
 
-// Pair makes a wire of this process, for tests: the guest's end as a file and
-// the host's as a descriptor for Open. Sandboxes make their own.
-func Pair() (guest *os.File, host int, err error) {
-	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, 0)
-	if err != nil {
-		return nil, -1, fmt.Errorf("socket pair for the link: %w", err)
-	}
-	return os.NewFile(uintptr(fds[0]), "link guest end"), fds[1], nil
+// Options of Open.
+type Options struct {
+	// Outbound handles a TCP connection that the guest opens, in a goroutine
+	// of its own: it is reset unless accepted, and closed when Outbound
+	// returns. ctx ends when the link is closed. A panic ends the one flow.
+	// nil: the link is dark.
+	Outbound func(ctx context.Context, f *Flow)
+	Log      *slog.Logger // nil: discard
 }
 
 // Widen gives one end of a wire the send buffer it needs. The kernel's default
@@ -84,7 +90,7 @@ const wireBuffer = 4 << 20
 
 // Open takes the host's end of a wire, which the Link owns from here on, also
 // when Open fails.
-func Open(hostFD int) (*Link, error) {
+func Open(hostFD int, o Options) (*Link, error) {
 	// Injectable: gVisor's own readers never close the event descriptor that
 	// stops them, and hold a thread and their buffers while nothing comes.
 	child, err := fdbased.NewInjectable(hostFD, MTU, stack.CapabilityRXChecksumOffload|stack.CapabilityTXChecksumOffload)
@@ -102,10 +108,14 @@ func Open(hostFD int) (*Link, error) {
 			DefaultIPTables:    nil,
 		}),
 	}
-	l.gate = newGate(child)
+	l.ctx, l.cancel = context.WithCancel(context.Background())
+	l.filter = newFilter(child, o.Outbound == nil)
 	raw, err := l.wire.SyscallConn()
 	if err == nil {
 		err = l.configure()
+	}
+	if o.Outbound != nil {
+		l.forward(o)
 	}
 	if err != nil {
 		close(l.over)
@@ -146,7 +156,7 @@ func (l *Link) receive(raw syscall.RawConn) {
 }
 
 func (l *Link) configure() error {
-	if err := l.stack.CreateNIC(nicID, l.gate); err != nil {
+	if err := l.stack.CreateNIC(nicID, l.filter); err != nil {
 		return fmt.Errorf("link interface: %s", err)
 	}
 	addr := tcpip.ProtocolAddress{Protocol: header.IPv4ProtocolNumber, AddressWithPrefix: tcpip.AddressWithPrefix{Address: tcpip.AddrFrom4(Gateway.As4()), PrefixLen: PrefixBits}}
@@ -179,17 +189,19 @@ func (l *Link) Dial(ctx context.Context, port uint16) (net.Conn, error) {
 	return conn, nil
 }
 
-// Refused is how many packets of the guest's own accord were refused.
-func (l *Link) Refused() uint64 { return l.gate.refused.Load() }
+// Refused is how many packets and connections of the guest were refused.
+func (l *Link) Refused() uint64 { return l.filter.refused.Load() }
 
-// Close cuts every connection and drops the wire; it may be repeated.
+// Close cuts every connection and closes the wire; it may be repeated. It does
+// not wait for Outbound handlers.
 func (l *Link) Close() {
 	if l.closing.Swap(true) {
 		return
 	}
+	l.cancel()
 	l.stack.Close()
-	// The descriptor stays until nobody can write to it any more: its number
-	// may be another wire's a moment later. No error is possible on what can
+	// The descriptor stays open until nothing can write to it any more: its
+	// number may be another wire's a moment later. No error is possible on what can
 	// be polled, as Open's SyscallConn has shown.
 	_ = l.wire.SetReadDeadline(time.Unix(1, 0))
 	<-l.over

@@ -3,11 +3,18 @@ package link
 import (
 	"context"
 	"encoding/binary"
+	"io"
+	"net"
+	"net/netip"
 	"os"
+	"sync"
 	"testing"
 	"time"
 
 	"golang.org/x/sys/unix"
+	"gvisor.dev/gvisor/pkg/tcpip"
+	"gvisor.dev/gvisor/pkg/tcpip/adapters/gonet"
+	"gvisor.dev/gvisor/pkg/tcpip/header"
 )
 
 // packet builds an IPv4 packet with no options from the guest.
@@ -41,7 +48,7 @@ func TestVerdict(t *testing.T) {
 		{"empty", nil, drop},
 		{"one byte", []byte{0x45}, drop},
 		{"IPv6", append([]byte{0x60}, make([]byte, 60)...), drop},
-		{"TCP connect", packet(6, public, tcpFlags(syn)), passCounted},
+		{"TCP connect", packet(6, public, tcpFlags(syn)), connect},
 		{"TCP answer to the host", packet(6, public, tcpFlags(syn|ack)), pass},
 		{"TCP data", packet(6, public, tcpFlags(ack)), pass},
 		{"TCP short", packet(6, public, make([]byte, 8)), drop},
@@ -68,7 +75,7 @@ func TestRefusal(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer guest.Close()
-	l, err := Open(host)
+	l, err := Open(host, Options{})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -111,7 +118,7 @@ func TestDialEndsWithItsContext(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer guest.Close()
-	l, err := Open(host)
+	l, err := Open(host, Options{})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -153,7 +160,7 @@ func TestNothingStaysOpen(t *testing.T) {
 			t.Fatal(err)
 		}
 		defer guest.Close()
-		l, err := Open(host)
+		l, err := Open(host, Options{})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -166,5 +173,181 @@ func TestNothingStaysOpen(t *testing.T) {
 	}
 	if after := count(); after != before {
 		t.Errorf("%d descriptors before ten wires, %d after", before, after)
+	}
+}
+
+// guestStack opens two links back to back: one plays the guest, by a stack that has
+// the guest's address, and the other is the host's end under test.
+func guestStack(t *testing.T, o Options) (host *Link, dial func(ctx context.Context, to netip.AddrPort) (net.Conn, error)) {
+	t.Helper()
+	file, fd, err := Pair()
+	if err != nil {
+		t.Fatal(err)
+	}
+	guestFD, err := unix.FcntlInt(file.Fd(), unix.F_DUPFD_CLOEXEC, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	file.Close()
+	if host, err = Open(fd, o); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(host.Close)
+	// A promiscuous stack that spoofs can be the guest as well: connections
+	// leave from the guest's address.
+	guest, err := Open(guestFD, Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(guest.Close)
+	return host, func(ctx context.Context, to netip.AddrPort) (net.Conn, error) {
+		local := tcpip.FullAddress{NIC: nicID, Addr: tcpip.AddrFrom4(Guest.As4())}
+		remote := tcpip.FullAddress{NIC: nicID, Addr: tcpip.AddrFrom4(to.Addr().As4()), Port: to.Port()}
+		return gonet.DialTCPWithBind(ctx, guest.stack, local, remote, header.IPv4ProtocolNumber)
+	}
+}
+
+// TestOutbound: a connection that the guest opens reaches the handler with its
+// destination, bytes pass both ways, and it is closed when the handler returns.
+func TestOutbound(t *testing.T) {
+	to := netip.MustParseAddrPort("192.0.2.7:443")
+	got := make(chan netip.AddrPort, 1)
+	host, dial := guestStack(t, Options{Outbound: func(_ context.Context, f *Flow) {
+		got <- f.Destination()
+		c, err := f.Accept()
+		if err != nil {
+			t.Error(err)
+			return
+		}
+		if _, err := f.Accept(); err == nil {
+			t.Error("a flow was accepted twice")
+		}
+		b := make([]byte, 5)
+		if _, err := io.ReadFull(c, b); err != nil {
+			t.Error(err)
+		}
+		if _, err := c.Write(append([]byte("echo:"), b...)); err != nil {
+			t.Error(err)
+		}
+	}})
+	ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
+	defer cancel()
+	c, err := dial(ctx, to)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	if _, err := c.Write([]byte("hello")); err != nil {
+		t.Fatal(err)
+	}
+	if b, err := io.ReadAll(c); err != nil || string(b) != "echo:hello" {
+		t.Errorf("answer %q, %v", b, err)
+	}
+	if d := <-got; d != to {
+		t.Errorf("destination %s, want %s", d, to)
+	}
+	if n := host.Refused(); n != 0 {
+		t.Errorf("%d refused", n)
+	}
+}
+
+// TestOutboundRefusal: what a handler does not accept is reset and counted, as
+// is everything beyond the bound and what a handler panics at; none of it
+// stops the link.
+func TestOutboundRefusal(t *testing.T) {
+	waiting := make(chan struct{}, MaxFlows)
+	release := make(chan struct{})
+	host, dial := guestStack(t, Options{Outbound: func(_ context.Context, f *Flow) {
+		switch f.Destination().Port() {
+		case 1:
+			return
+		case 2:
+			panic("as tested")
+		case 3:
+			waiting <- struct{}{}
+			<-release
+		default:
+			if _, err := f.Accept(); err != nil {
+				t.Error(err)
+			}
+		}
+	}})
+	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+	defer cancel()
+	addr := netip.MustParseAddr("192.0.2.7")
+	for i, port := range []uint16{1, 2} {
+		if _, err := dial(ctx, netip.AddrPortFrom(addr, port)); err == nil || ctx.Err() != nil {
+			t.Errorf("port %d: %v; want it refused at once", port, err)
+		}
+		if n := host.Refused(); n != uint64(i+1) {
+			t.Errorf("%d refused, want %d", n, i+1)
+		}
+	}
+	var dials sync.WaitGroup
+	for range MaxFlows {
+		dials.Go(func() {
+			if c, err := dial(ctx, netip.AddrPortFrom(addr, 3)); err == nil {
+				c.Close()
+				t.Error("a flow that was never accepted is open")
+			}
+		})
+	}
+	for range MaxFlows {
+		select {
+		case <-waiting:
+		case <-ctx.Done():
+			t.Fatal("flows do not reach the handler")
+		}
+	}
+	if _, err := dial(ctx, netip.AddrPortFrom(addr, 4)); err == nil || ctx.Err() != nil {
+		t.Errorf("a flow beyond the bound: %v; want it refused at once", err)
+	}
+	close(release)
+	dials.Wait()
+	c, err := dial(ctx, netip.AddrPortFrom(addr, 4))
+	if err != nil {
+		t.Fatalf("after the others have ended: %v", err)
+	}
+	defer c.Close()
+	if _, err := io.ReadAll(c); err != nil {
+		t.Errorf("a flow whose handler has returned: %v", err)
+	}
+}
+
+// TestCloseEndsFlows: closing a link cuts accepted connections and ends the
+// contexts of their handlers.
+func TestCloseEndsFlows(t *testing.T) {
+	accepted, ended := make(chan struct{}), make(chan error, 1)
+	host, dial := guestStack(t, Options{Outbound: func(ctx context.Context, f *Flow) {
+		c, err := f.Accept()
+		if err != nil {
+			ended <- nil
+			return
+		}
+		close(accepted)
+		_, err = c.Read(make([]byte, 1))
+		<-ctx.Done()
+		ended <- err
+	}})
+	ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
+	defer cancel()
+	c, err := dial(ctx, netip.MustParseAddrPort("192.0.2.7:443"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	select {
+	case <-accepted:
+	case <-ctx.Done():
+		t.Fatal("the flow is not accepted")
+	}
+	host.Close()
+	select {
+	case err := <-ended:
+		if err == nil {
+			t.Error("a read on a closed link succeeded")
+		}
+	case <-ctx.Done():
+		t.Error("the context of the handler did not end")
 	}
 }

@@ -1,14 +1,3 @@
-// Package node keeps the sandboxes of one machine: it starts and binds them,
-// finds them again after the daemon was restarted, carries traffic into them,
-// holds their deadlines and destroys them.
-//
-// It knows sandboxes, not sessions, and cannot reach the database. What it
-// must remember it writes to one private file per sandbox, before the driver
-// is asked, so that a sandbox is known from the moment any part of it exists.
-//
-// Deadlines count the time this machine is up, sleep included (the kernel's
-// CLOCK_BOOTTIME, tied to the boot id): moving the wall clock neither ends a
-// sandbox early nor keeps it alive.
 package node
 
 import (
@@ -17,31 +6,49 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
-	"net"
+	"maps"
 	"sync"
 	"time"
 
+	"bivy/internal/audit"
 	"bivy/internal/driver"
 	"bivy/internal/guest/guestclient"
 	"bivy/internal/guest/wire"
 	"bivy/internal/hostclock"
 	"bivy/internal/kind"
-	"bivy/internal/lifecycle"
+	"bivy/internal/poll"
+	"bivy/internal/sandbox"
 	"bivy/internal/session"
 )
 
-// Options are what a Node is made of. Dir and Driver are required.
+// Recorder writes down what the node does by itself.
+type Recorder interface {
+	// Record makes e durable in the record of the node and, unless that is
+	// sealed, in the record of the sandbox's session. For an intent it returns
+	// a number, not 0, that the outcome names in Concludes; for other events 0.
+	// The number is valid in this process only. When Record fails the node does
+	// not do what e announces. An intent is concluded once; a second outcome
+	// fails with Invalid.
+	Record(ctx context.Context, id session.SandboxID, e audit.Entry) (number uint64, err error)
+}
+
+// Options are what a Node is made of. Dir, Driver and Recorder are required.
 type Options struct {
 	Dir       string // private to this node; made when missing
 	Driver    driver.Driver
+	Recorder  Recorder
 	Log       *slog.Logger // nil: discard
 	AgentPort uint16       // where the agent listens inside; 0: wire.Port
+
+	// HostCPUs is how many processors a guest may see at most, as in
+	// sandbox.ShapeOf; 0: those of this machine.
+	HostCPUs int
 
 	BootID string               // of this boot; empty: the kernel's
 	Uptime func() time.Duration // since boot, sleep included; nil: the kernel's
 	Now    func() time.Time     // wall clock; nil: time.Now
 
-	// Grace is how long after a deadline the node waits for somebody to end
+	// Grace is how long after a deadline the node waits for its caller to end
 	// the sandbox in good order before it destroys it; 0: 30 s.
 	Grace time.Duration
 	// Tick is the longest time between two looks at deadlines and memory
@@ -49,13 +56,13 @@ type Options struct {
 	Tick time.Duration
 }
 
-// Node keeps sandboxes. It implements lifecycle.Node.
+// Node keeps sandboxes.
 type Node struct {
-	o    Options
-	log  *slog.Logger
-	key  []byte // derives the agents' tokens
-	news *news
-	poke chan struct{} // a deadline changed
+	o       Options
+	log     *slog.Logger
+	key     []byte // derives the agents' tokens
+	notices *notifier
+	wake    chan struct{} // a deadline changed
 
 	// base carries the watchers; it ends when Run does.
 	base context.Context
@@ -65,9 +72,8 @@ type Node struct {
 	mu       sync.Mutex
 	stopping bool
 	table    map[session.SandboxID]*entry
+	removals removals // what the node destroyed by itself
 }
-
-var _ lifecycle.Node = (*Node)(nil)
 
 // entry is one sandbox. Its lock is below Node.mu in order, and is not held
 // across calls to the driver.
@@ -78,21 +84,27 @@ type entry struct {
 	// driver has.
 	busy chan struct{}
 
-	mu     sync.Mutex
-	rec    record
-	up     bool // the driver has it running
-	going  bool // it is being destroyed: its exit is no news
-	shut   bool
-	forced bool // a Destroy for the deadline is under way
-	conns  map[*conn]struct{}
-	client *guestclient.Client
-	kills  int64
+	mu         sync.Mutex
+	saved      saved // as in its handle file
+	up         bool  // the driver has it running
+	destroying bool  // its exit needs no notice
+	shut       bool
+	forced     bool // the node is destroying it for its deadline
+	conns      map[*conn]struct{}
+	client     *guestclient.Client
+	kills      int64
+
+	// intent is the Recorder's number of the recorded intent to destroy it by
+	// the node's own decision, 0 while there is none. It stays open while a
+	// destroy that failed is tried again.
+	intent uint64
+	why    string // of the intent
 }
 
 // New opens the node's directory. It starts nothing.
 func New(o Options) (*Node, error) {
-	if o.Dir == "" || o.Driver == nil {
-		return nil, errors.New("node: a directory and a driver are required")
+	if o.Dir == "" || o.Driver == nil || o.Recorder == nil {
+		return nil, errors.New("node: a directory, a driver and a recorder are required")
 	}
 	if o.Log == nil {
 		o.Log = slog.New(slog.DiscardHandler)
@@ -123,17 +135,17 @@ func New(o Options) (*Node, error) {
 		return nil, fmt.Errorf("node: %w", err)
 	}
 	n := &Node{
-		o: o, log: o.Log, key: key, news: newNews(), poke: make(chan struct{}, 1), table: map[session.SandboxID]*entry{},
+		o: o, log: o.Log, key: key, notices: newNotifier(), wake: make(chan struct{}, 1), table: map[session.SandboxID]*entry{},
 	}
 	n.base, n.stop = context.WithCancel(context.Background())
 	return n, nil
 }
 
-// Run keeps deadlines and tells news until ctx ends. Sandboxes live on. It is
+// Run keeps deadlines and sends notices until ctx ends. Sandboxes live on. It is
 // called once.
 func (n *Node) Run(ctx context.Context) error {
 	defer n.quit()
-	n.work.Go(func() { n.news.deliver(n.base) })
+	n.work.Go(func() { n.notices.deliver(n.base) })
 	n.work.Go(func() { n.countKills(n.base) })
 	timer := time.NewTimer(0)
 	defer timer.Stop()
@@ -141,10 +153,10 @@ func (n *Node) Run(ctx context.Context) error {
 		select {
 		case <-ctx.Done():
 			return nil
-		case <-n.poke:
+		case <-n.wake:
 		case <-timer.C:
 		}
-		timer.Reset(n.look())
+		timer.Reset(n.checkDeadlines())
 	}
 }
 
@@ -227,7 +239,7 @@ func (e *entry) release() { <-e.busy }
 
 // Start makes a sandbox. Its file is written first, so that Recover knows it
 // whatever happens from here on.
-func (n *Node) Start(ctx context.Context, want lifecycle.SandboxSpec) error {
+func (n *Node) Start(ctx context.Context, want sandbox.Spec) error {
 	if _, _, err := want.ID.Split(); err != nil {
 		return err
 	}
@@ -240,18 +252,18 @@ func (n *Node) Start(ctx context.Context, want lifecycle.SandboxSpec) error {
 		return err
 	}
 	defer e.release()
-	rec := n.newRecord(want)
+	file := n.newSaved(want)
 	e.mu.Lock()
-	e.rec = rec
+	e.saved = file
 	e.mu.Unlock()
-	if err := n.write(rec, true); err != nil {
+	if err := n.write(file, true); err != nil {
 		n.forget(e)
 		return fmt.Errorf("sandbox %s: %w", want.ID, err)
 	}
-	handle, err := n.o.Driver.Start(ctx, request(want))
+	handle, err := n.o.Driver.Start(ctx, want.StartRequest(n.o.HostCPUs))
 	if err == nil {
-		rec.Handle = &handle
-		err = n.write(rec, false)
+		file.Handle = &handle
+		err = n.write(file, false)
 	}
 	if err != nil {
 		// The driver leaves nothing when it fails, but its reply may be what
@@ -264,41 +276,23 @@ func (n *Node) Start(ctx context.Context, want lifecycle.SandboxSpec) error {
 		return fmt.Errorf("sandbox %s: start: %w", want.ID, err)
 	}
 	e.mu.Lock()
-	e.rec, e.up = rec, true
+	e.saved, e.up = file, true
 	e.mu.Unlock()
 	n.watch(e)
-	n.nudge()
+	n.checkSoon()
 	return nil
+}
+
+// StartsFrom says what Start makes a sandbox of: "snapshot" or "image".
+func (n *Node) StartsFrom(want sandbox.Spec) string {
+	if want.StartRequest(n.o.HostCPUs).Snapshot != nil {
+		return "snapshot"
+	}
+	return "image"
 }
 
 // undoTime bounds the clearing away after a Start that failed.
 const undoTime = 20 * time.Second
-
-// discard makes the driver destroy a sandbox and forgets it. The caller holds
-// the entry.
-func (n *Node) discard(ctx context.Context, e *entry) error {
-	if err := n.o.Driver.Destroy(ctx, e.id); err != nil {
-		return err
-	}
-	if err := n.erase(e.id); err != nil {
-		return err
-	}
-	n.forget(e)
-	return nil
-}
-
-// request translates what is wanted for the driver.
-func request(want lifecycle.SandboxSpec) driver.StartRequest {
-	r := want.Spec.Resources
-	return driver.StartRequest{
-		ID: want.ID, Image: want.Template.Image, Snapshot: want.Snapshot(),
-		Args: want.Template.Agent, Env: []string{"PATH=" + AgentSearchPath}, Hostname: want.Spec.Hostname,
-		Limits: driver.Limits{CPUMillis: r.CPUMillis, MemoryBytes: r.MemoryMiB << 20, DiskBytes: r.DiskMiB << 20, PIDs: r.PIDs},
-	}
-}
-
-// AgentSearchPath is the agent's PATH, which its commands start from.
-const AgentSearchPath = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 // Bind waits for the agent and gives it its identity. It may be repeated.
 func (n *Node) Bind(ctx context.Context, id session.SandboxID) error {
@@ -314,16 +308,14 @@ func (n *Node) Bind(ctx context.Context, id session.SandboxID) error {
 		return fmt.Errorf("sandbox %s: waiting for the agent inside: %w", id, err)
 	}
 	e.mu.Lock()
-	init := e.rec.Init
+	init := e.saved.Init
 	e.mu.Unlock()
-	owner, _, err := id.Split()
+	name, _, err := id.Split()
 	if err != nil {
 		return err
 	}
-	env := map[string]string{"BIVY_SESSION_ID": string(owner)}
-	for k, v := range init.Env {
-		env[k] = v
-	}
+	env := map[string]string{"BIVY_SESSION_ID": string(name)}
+	maps.Copy(env, init.Env)
 	_, err = c.Init(ctx, wire.InitRequest{
 		AccessToken: n.token(id), EnvVars: env, Timestamp: n.o.Now(), Hostname: init.Hostname,
 		DefaultUser: init.User, DefaultWorkdir: init.Workdir, LifecycleID: string(id),
@@ -347,27 +339,25 @@ const (
 )
 
 func (n *Node) awaitAgent(ctx context.Context, e *entry, c *guestclient.Client) error {
-	for wait := firstTry; ; wait = min(2*wait, lastTry) {
+	err := poll.Until(ctx, poll.Delays{First: firstTry, Max: lastTry}, func() (done bool, err error) {
 		try, cancel := context.WithTimeout(ctx, tryTime)
-		err := c.Health(try)
+		err = c.Health(try)
 		cancel()
 		if err == nil {
-			return nil
+			return true, nil
 		}
 		e.mu.Lock()
 		up := e.up
 		e.mu.Unlock()
 		if !up {
-			return kind.Errorf(kind.Unavailable, "the sandbox stopped: %w", err)
+			return true, fmt.Errorf("the sandbox stopped: %w", err)
 		}
-		timer := time.NewTimer(wait)
-		select {
-		case <-timer.C:
-		case <-ctx.Done():
-			timer.Stop()
-			return kind.Errorf(kind.Unavailable, "%w; last: %w", ctx.Err(), err)
-		}
+		return false, err
+	})
+	if err != nil {
+		return kind.Errorf(kind.Unavailable, "%w", err)
 	}
+	return nil
 }
 
 // Inspect is the posture check from outside.
@@ -382,116 +372,6 @@ func (n *Node) Inspect(ctx context.Context, id session.SandboxID) (driver.Postur
 	return driver.Posture{Checks: []driver.Check{{
 		Name: "isolation", Want: "checked from outside, or none claimed", Got: got + ", not checked", OK: got == "none",
 	}}}, nil
-}
-
-// Guest returns the client of the agent inside.
-func (n *Node) Guest(_ context.Context, id session.SandboxID) (*guestclient.Client, error) {
-	e, err := n.entry(id)
-	if err != nil {
-		return nil, err
-	}
-	return n.guest(e)
-}
-
-func (n *Node) guest(e *entry) (*guestclient.Client, error) {
-	e.mu.Lock()
-	defer e.mu.Unlock()
-	if err := e.openLocked(); err != nil {
-		return nil, err
-	}
-	if e.client == nil {
-		e.client = guestclient.New(guestclient.Config{
-			Dial:  func(ctx context.Context) (net.Conn, error) { return n.dial(ctx, e, n.o.AgentPort) },
-			Token: n.token(e.id),
-		})
-	}
-	return e.client, nil
-}
-
-func (e *entry) openLocked() error {
-	switch {
-	case e.shut, e.going:
-		return kind.Errorf(kind.Conflict, "sandbox %s is shut", e.id)
-	case !e.up:
-		return kind.Errorf(kind.Unavailable, "sandbox %s does not run", e.id)
-	}
-	return nil
-}
-
-// dial connects to a TCP port inside.
-func (n *Node) dial(ctx context.Context, e *entry, port uint16) (net.Conn, error) {
-	e.mu.Lock()
-	err := e.openLocked()
-	e.mu.Unlock()
-	if err != nil {
-		return nil, err
-	}
-	raw, err := n.o.Driver.Dial(ctx, e.id, port)
-	if err != nil {
-		return nil, err
-	}
-	c := &conn{Conn: raw, e: e}
-	e.mu.Lock()
-	defer e.mu.Unlock()
-	// The gate may have shut while the driver was dialling.
-	if err := e.openLocked(); err != nil {
-		return nil, errors.Join(err, raw.Close())
-	}
-	e.conns[c] = struct{}{}
-	return c, nil
-}
-
-// conn is an open connection into a sandbox.
-type conn struct {
-	net.Conn
-	e *entry
-}
-
-// Close closes the connection and lets the gate forget it.
-func (c *conn) Close() error {
-	c.e.mu.Lock()
-	delete(c.e.conns, c)
-	c.e.mu.Unlock()
-	return c.Conn.Close()
-}
-
-// CloseWrite ends the sending half where the wire can.
-func (c *conn) CloseWrite() error {
-	if half, ok := c.Conn.(interface{ CloseWrite() error }); ok {
-		return half.CloseWrite()
-	}
-	return kind.Errorf(kind.Invalid, "this connection has no half to close")
-}
-
-// cut closes every connection into the sandbox; with shut it stays so.
-func (e *entry) cut(shut bool) {
-	e.mu.Lock()
-	e.shut = e.shut || shut
-	client := e.client
-	e.client = nil
-	open := make([]net.Conn, 0, len(e.conns))
-	for c := range e.conns {
-		open = append(open, c.Conn)
-	}
-	clear(e.conns)
-	e.mu.Unlock()
-	for _, c := range open {
-		// Closing is what matters; an error means that the other end did.
-		_ = c.Close()
-	}
-	if client != nil {
-		_ = client.Close() // always nil
-	}
-}
-
-// Shut refuses new work for the sandbox and cuts open connections into it.
-func (n *Node) Shut(_ context.Context, id session.SandboxID) error {
-	e, err := n.entry(id)
-	if err != nil {
-		return err
-	}
-	e.cut(true)
-	return nil
 }
 
 // Freeze pauses the sandbox where the driver can.
@@ -514,20 +394,20 @@ func (n *Node) Freeze(ctx context.Context, id session.SandboxID) error {
 }
 
 // Changes writes what the sandbox changed in its file system as a tar.
-func (n *Node) Changes(ctx context.Context, id session.SandboxID, w io.Writer) error {
+func (n *Node) Changes(ctx context.Context, id session.SandboxID, w io.Writer) (driver.ChangeReport, error) {
 	e, err := n.entry(id)
 	if err != nil {
-		return err
+		return driver.ChangeReport{}, err
 	}
 	e.mu.Lock()
 	up := e.up
 	e.mu.Unlock()
 	if !up {
-		return kind.Errorf(kind.NotFound, "sandbox %s does not run", id)
+		return driver.ChangeReport{}, kind.Errorf(kind.NotFound, "sandbox %s does not run", id)
 	}
 	x, ok := n.o.Driver.(driver.Exporter)
 	if !ok || !n.o.Driver.Capabilities().Export {
-		return kind.Errorf(kind.Unavailable, "driver %s cannot tell what a sandbox changed", n.o.Driver.Name())
+		return driver.ChangeReport{}, kind.Errorf(kind.Unavailable, "driver %s cannot tell what a sandbox changed", n.o.Driver.Name())
 	}
 	return x.ExportChanges(ctx, id, w)
 }
@@ -541,30 +421,10 @@ func (n *Node) Stats(ctx context.Context, id session.SandboxID) (driver.Stats, e
 	return s.Stats(ctx, id)
 }
 
-// Destroy kills the sandbox, proves its death and removes all of it. It may
-// be repeated, also for a sandbox that the node does not know.
-func (n *Node) Destroy(ctx context.Context, id session.SandboxID) error {
-	if _, _, err := id.Split(); err != nil {
-		return err
-	}
-	e, _ := n.claim(id)
-	e.mu.Lock()
-	e.going = true
-	e.mu.Unlock()
-	e.cut(true)
-	if err := e.hold(ctx); err != nil {
-		return fmt.Errorf("sandbox %s: waiting for a start or another destroy: %w", id, err)
-	}
-	defer e.release()
-	if err := n.discard(ctx, e); err != nil {
-		return fmt.Errorf("sandbox %s: destroy: %w", id, err)
-	}
-	return nil
-}
-
 // List is what is on the host now.
 func (n *Node) List(ctx context.Context) ([]driver.Found, error) { return n.o.Driver.List(ctx) }
 
-// Exits tells of sandboxes that stopped, are past their deadline or lost
-// processes to their memory limit. Nothing waits for who reads it.
-func (n *Node) Exits() <-chan lifecycle.Exited { return n.news.out }
+// Notices is where the node reports sandboxes that stopped, are past their deadline or lost
+// processes to their memory limit. The node never waits for its reader:
+// notices of one sandbox that were not read yet are merged.
+func (n *Node) Notices() <-chan sandbox.Notice { return n.notices.out }

@@ -11,22 +11,28 @@ import (
 
 	"bivy/internal/driver"
 	"bivy/internal/kind"
-	"bivy/internal/lifecycle"
+	"bivy/internal/sandbox"
 	"bivy/internal/session"
 )
 
 const (
-	// recoverWide is how many sandboxes are taken back at the same time.
+	// recoverWide is how many sandboxes are recovered at the same time.
 	recoverWide = 8
-	// rebindTime bounds reaching the agent of a sandbox whose wire was re-made.
+	// rebindTime bounds reaching the agent of a sandbox whose connections
+	// ended with the earlier process.
 	rebindTime = 15 * time.Second
 )
 
 // Recover takes back the sandboxes of earlier processes: those with a handle
-// that the driver still has. Everything else on the host is reported as
-// leftovers, and files without a sandbox are removed.
-func (n *Node) Recover(ctx context.Context) ([]lifecycle.Recovered, error) {
-	records, err := n.readAll()
+// that the driver still has. It is called once, before any Start.
+//
+// It returns those, and leftovers for the caller to destroy: starts that were
+// cut short, and sandboxes without a handle file. Two kinds of leftovers it
+// records and destroys by itself: sandboxes that have stopped meanwhile, and
+// those whose handle file does not read. Where that fails, and where they
+// belong to a pool, they are among what it returns.
+func (n *Node) Recover(ctx context.Context) ([]sandbox.Recovered, error) {
+	files, err := n.readAll()
 	if err != nil {
 		return nil, fmt.Errorf("handles: %w", err)
 	}
@@ -40,17 +46,20 @@ func (n *Node) Recover(ctx context.Context) ([]lifecycle.Recovered, error) {
 	}
 	var (
 		mu  sync.Mutex
-		out []lifecycle.Recovered
+		out []sandbox.Recovered
 	)
 	g, ctx := errgroup.WithContext(ctx)
 	g.SetLimit(recoverWide)
-	for _, rec := range records {
-		_, there := here[rec.Sandbox]
-		delete(here, rec.Sandbox)
+	for _, file := range files {
+		f, there := here[file.Sandbox]
+		delete(here, file.Sandbox)
+		if f.Owner != (driver.Owner{}) {
+			file.Owner = f.Owner
+		}
 		g.Go(func() error {
-			r, left, err := n.takeBack(ctx, rec, there)
+			r, left, err := n.recover(ctx, file, there)
 			if err != nil {
-				return fmt.Errorf("sandbox %s: %w", rec.Sandbox, err)
+				return fmt.Errorf("sandbox %s: %w", file.Sandbox, err)
 			}
 			if left {
 				mu.Lock()
@@ -63,52 +72,76 @@ func (n *Node) Recover(ctx context.Context) ([]lifecycle.Recovered, error) {
 	if err := g.Wait(); err != nil {
 		return nil, err
 	}
-	for id := range here {
-		// Whoever started it died before its handle was written, or its file
-		// is lost: without a handle it cannot be taken back.
-		out = append(out, lifecycle.Recovered{ID: id})
+	for id, f := range here {
+		// Without a handle it cannot be taken back.
+		out = append(out, sandbox.Recovered{ID: id, Owner: f.Owner})
 	}
 	return out, nil
 }
 
-// takeBack recovers one sandbox; left is false when nothing of it is there.
-func (n *Node) takeBack(ctx context.Context, rec record, there bool) (r lifecycle.Recovered, left bool, err error) {
-	r.ID = rec.Sandbox
-	if rec.Handle == nil {
-		if there {
-			return r, true, nil
-		}
-		return r, false, n.erase(rec.Sandbox)
+// recover takes back one sandbox; left is false when nothing of it is there,
+// or not any more.
+func (n *Node) recover(ctx context.Context, file saved, there bool) (r sandbox.Recovered, left bool, err error) {
+	r.ID, r.Owner = file.Sandbox, file.Owner
+	switch {
+	case file.unreadable != "":
+		n.log.Error("a handle file does not read", "sandbox", file.Sandbox, "error", file.unreadable)
+		return n.clear(ctx, r, there, "its handle file does not read: "+file.unreadable)
+	case file.Handle == nil && there:
+		return r, true, nil
+	case file.Handle == nil:
+		return r, false, n.erase(file.Sandbox)
 	}
-	got, err := n.o.Driver.Recover(ctx, *rec.Handle)
+	got, err := n.o.Driver.Recover(ctx, *file.Handle)
 	switch {
 	case kind.Is(err, kind.NotFound):
-		return r, false, n.erase(rec.Sandbox)
+		return n.clear(ctx, r, there, "it stopped while no server ran")
 	case ctx.Err() != nil:
 		return r, false, ctx.Err()
 	case err != nil:
-		// It is there and cannot be had: whoever asked has to destroy it.
-		n.log.Error("a sandbox cannot be taken back", "sandbox", rec.Sandbox, "error", err)
+		n.log.Error("recovering a sandbox", "sandbox", file.Sandbox, "error", err)
 		return r, true, nil
 	}
-	e, fresh := n.claim(rec.Sandbox)
+	e, fresh := n.claim(file.Sandbox)
 	if !fresh {
 		return r, false, errors.New("recovered twice: Recover is called once, before any Start")
 	}
 	e.mu.Lock()
-	e.rec, e.up = rec, true
+	e.saved, e.up = file, true
 	e.mu.Unlock()
 	n.watch(e)
-	n.nudge()
-	// A frozen guest answers nobody; whoever wakes it binds it.
+	n.checkSoon()
+	// The agent of a paused sandbox cannot answer; it is bound at its resume.
 	if got.Relinked && !got.Paused {
 		bind, cancel := context.WithTimeout(ctx, rebindTime)
 		defer cancel()
-		if err := n.Bind(bind, rec.Sandbox); err != nil {
-			n.log.Error("the agent of a sandbox cannot be reached", "sandbox", rec.Sandbox, "error", err)
+		if err := n.Bind(bind, file.Sandbox); err != nil {
+			n.log.Error("the agent of a sandbox cannot be reached", "sandbox", file.Sandbox, "error", err)
 			return r, true, nil
 		}
 	}
 	r.Running, r.Relinked = true, got.Relinked
 	return r, true, nil
+}
+
+// clear removes the handle file of a sandbox that cannot be taken back, and
+// first, when something of it is there, the sandbox. left is true when the
+// caller has to destroy it.
+func (n *Node) clear(ctx context.Context, r sandbox.Recovered, there bool, why string) (_ sandbox.Recovered, left bool, _ error) {
+	if !there {
+		return r, false, n.erase(r.ID)
+	}
+	if r.Owner.Kind == driver.OwnedByPool {
+		return r, true, nil
+	}
+	e, fresh := n.claim(r.ID)
+	if !fresh {
+		return r, false, errors.New("recovered twice: Recover is called once, before any Start")
+	}
+	if err := n.removeRecorded(ctx, e, why); err != nil {
+		n.log.Error("destroying a sandbox that cannot be recovered", "sandbox", r.ID, "error", err)
+		// It stays known, with its open intent, which its destroy concludes.
+		return r, true, nil
+	}
+	return r, false, nil
 }

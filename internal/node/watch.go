@@ -3,78 +3,16 @@ package node
 import (
 	"context"
 	"fmt"
-	"sync"
 	"time"
 
 	"bivy/internal/driver"
 	"bivy/internal/kind"
-	"bivy/internal/lifecycle"
+	"bivy/internal/poll"
+	"bivy/internal/sandbox"
 	"bivy/internal/session"
 )
 
-// news carries what happened to sandboxes to who reads it. Telling never
-// waits: what was told of one sandbox and not yet read is merged.
-type news struct {
-	out   chan lifecycle.Exited
-	fresh chan struct{}
-
-	mu      sync.Mutex
-	pending map[session.SandboxID]lifecycle.Exited
-}
-
-func newNews() *news {
-	return &news{
-		out: make(chan lifecycle.Exited), fresh: make(chan struct{}, 1), pending: map[session.SandboxID]lifecycle.Exited{},
-	}
-}
-
-func (w *news) tell(x lifecycle.Exited) {
-	w.mu.Lock()
-	old := w.pending[x.ID]
-	x.Deadline = x.Deadline || old.Deadline
-	x.OOMKills = max(x.OOMKills, old.OOMKills)
-	if old.Stopped && !x.Stopped {
-		x.Stopped, x.Exit = true, old.Exit
-	}
-	w.pending[x.ID] = x
-	w.mu.Unlock()
-	select {
-	case w.fresh <- struct{}{}:
-	default:
-	}
-}
-
-// deliver hands out news until ctx ends.
-func (w *news) deliver(ctx context.Context) {
-	for {
-		x, ok := w.take()
-		if !ok {
-			select {
-			case <-w.fresh:
-				continue
-			case <-ctx.Done():
-				return
-			}
-		}
-		select {
-		case w.out <- x:
-		case <-ctx.Done():
-			return
-		}
-	}
-}
-
-func (w *news) take() (lifecycle.Exited, bool) {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	for id, x := range w.pending {
-		delete(w.pending, id)
-		return x, true
-	}
-	return lifecycle.Exited{}, false
-}
-
-// watch tells when the sandbox stops by itself.
+// watch sends a notice when the sandbox stops by itself.
 func (n *Node) watch(e *entry) {
 	n.goTracked(func() {
 		for {
@@ -83,9 +21,9 @@ func (n *Node) watch(e *entry) {
 				return
 			}
 			e.mu.Lock()
-			going := e.going
+			destroying := e.destroying
 			e.mu.Unlock()
-			if going {
+			if destroying {
 				return
 			}
 			if err == nil || kind.Is(err, kind.NotFound) {
@@ -96,11 +34,7 @@ func (n *Node) watch(e *entry) {
 				return
 			}
 			n.log.Error("waiting for a sandbox", "sandbox", e.id, "error", err)
-			timer := time.NewTimer(n.o.Tick)
-			select {
-			case <-timer.C:
-			case <-n.base.Done():
-				timer.Stop()
+			if poll.Sleep(n.base, n.o.Tick) != nil {
 				return
 			}
 		}
@@ -116,37 +50,40 @@ func (n *Node) stopped(e *entry, x driver.Exit) {
 	if x.OOM {
 		kills = max(kills, 1)
 	}
-	n.news.tell(lifecycle.Exited{ID: e.id, Stopped: true, Exit: x, OOMKills: kills})
+	n.notices.send(sandbox.Notice{ID: e.id, Stopped: true, Exit: x, OOMKills: kills})
 }
 
-// nudge makes Run look again.
-func (n *Node) nudge() {
+// checkSoon makes Run check deadlines now.
+func (n *Node) checkSoon() {
 	select {
-	case n.poke <- struct{}{}:
+	case n.wake <- struct{}{}:
 	default:
 	}
 }
 
-// look tells of deadlines that have passed and returns when to look again. The
-// timer runs on a clock that stops while the machine sleeps, so it is never set
-// far ahead.
-func (n *Node) look() time.Duration {
+// checkDeadlines sends notices of deadlines that have passed, destroys what
+// nothing ended within the grace, and returns after how long to check again.
+// The timer runs on a clock that stops while the machine sleeps, so it is
+// never set far ahead.
+func (n *Node) checkDeadlines() time.Duration {
 	n.mu.Lock()
 	all := n.entriesLocked()
 	n.mu.Unlock()
 	next := n.o.Tick
 	for _, e := range all {
 		e.mu.Lock()
-		d, going := e.rec.Due, e.going
+		d, destroying, pool := e.saved.Due, e.destroying, e.saved.Owner.Kind == driver.OwnedByPool
 		e.mu.Unlock()
 		left, ok := n.left(d)
 		switch {
-		case !ok || going:
+		case !ok || destroying:
 		case left > 0:
 			next = min(next, left)
-		case left > -n.o.Grace:
-			n.news.tell(lifecycle.Exited{ID: e.id, Deadline: true})
-			next = min(next, n.o.Grace+left)
+		case left > -n.o.Grace || pool:
+			n.notices.send(sandbox.Notice{ID: e.id, Deadline: true})
+			if !pool {
+				next = min(next, n.o.Grace+left)
+			}
 		default:
 			n.force(e)
 		}
@@ -154,9 +91,9 @@ func (n *Node) look() time.Duration {
 	return max(next, time.Millisecond)
 }
 
-// countKills tells, until ctx ends, when memory limits have killed more than
-// they had. It is apart from the deadlines, which a driver that hangs must not
-// hold up.
+// countKills sends a notice, until ctx ends, when a memory limit has killed
+// more processes than before. It has a goroutine of its own so that a driver
+// that hangs does not delay deadlines.
 func (n *Node) countKills(ctx context.Context) {
 	s, ok := n.o.Driver.(driver.Statter)
 	if !ok {
@@ -174,14 +111,14 @@ func (n *Node) countKills(ctx context.Context) {
 		all := n.entriesLocked()
 		n.mu.Unlock()
 		for _, e := range all {
-			n.lookForKills(ctx, s, e)
+			n.checkKills(ctx, s, e)
 		}
 	}
 }
 
-func (n *Node) lookForKills(ctx context.Context, s driver.Statter, e *entry) {
+func (n *Node) checkKills(ctx context.Context, s driver.Statter, e *entry) {
 	e.mu.Lock()
-	running := e.up && !e.going
+	running := e.up && !e.destroying
 	e.mu.Unlock()
 	if !running {
 		return
@@ -190,7 +127,7 @@ func (n *Node) lookForKills(ctx context.Context, s driver.Statter, e *entry) {
 	defer cancel()
 	now, err := s.Stats(ctx, e.id)
 	if err != nil {
-		return // stopping, most likely; the watcher tells of that
+		return // stopping, most likely; watch sends a notice of that
 	}
 	e.mu.Lock()
 	more := now.OOMKills > e.kills
@@ -199,11 +136,12 @@ func (n *Node) lookForKills(ctx context.Context, s driver.Statter, e *entry) {
 	}
 	e.mu.Unlock()
 	if more {
-		n.news.tell(lifecycle.Exited{ID: e.id, OOMKills: now.OOMKills})
+		n.notices.send(sandbox.Notice{ID: e.id, OOMKills: now.OOMKills})
 	}
 }
 
-// force destroys a sandbox that nobody ended although its time was up.
+// force destroys a sandbox that nothing ended within the grace after its
+// deadline. A try that fails is repeated at the next check.
 func (n *Node) force(e *entry) {
 	e.mu.Lock()
 	busy := e.forced
@@ -216,16 +154,14 @@ func (n *Node) force(e *entry) {
 		n.log.Warn("destroying a sandbox that was not ended at its deadline", "sandbox", e.id)
 		ctx, cancel := context.WithTimeout(n.base, undoTime)
 		defer cancel()
-		err := n.Destroy(ctx, e.id)
+		err := n.removeRecorded(ctx, e, "deadline passed and nothing ended it within "+n.o.Grace.String())
 		e.mu.Lock()
 		e.forced = false
-		// A failed try must not keep the next look from trying again.
-		e.going = err == nil
 		e.mu.Unlock()
 		if err != nil {
 			n.log.Error("destroying a sandbox at its deadline", "sandbox", e.id, "error", err)
 		}
-		n.news.tell(lifecycle.Exited{ID: e.id, Deadline: true})
+		n.notices.send(sandbox.Notice{ID: e.id, Deadline: true})
 	})
 	if !begun {
 		e.mu.Lock()
@@ -251,17 +187,17 @@ func (n *Node) SetDeadline(id session.SandboxID, at time.Time) error {
 		return kind.Errorf(kind.NotFound, "sandbox %s was destroyed meanwhile", id) // its file must not come back
 	}
 	e.mu.Lock()
-	same := e.rec.Due.Wall.Equal(at) && e.rec.Due.Boot == n.o.BootID
+	same := e.saved.Due.Wall.Equal(at) && e.saved.Due.Boot == n.o.BootID
 	if !same {
-		e.rec.Due = n.due(at)
+		e.saved.Due = n.due(at)
 	}
-	rec := e.rec
+	file := e.saved
 	e.mu.Unlock()
 	if same {
 		return nil
 	}
-	n.nudge()
-	if err := n.write(rec, false); err != nil {
+	n.checkSoon()
+	if err := n.write(file, false); err != nil {
 		return fmt.Errorf("sandbox %s: %w", id, err)
 	}
 	return nil

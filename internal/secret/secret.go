@@ -1,8 +1,8 @@
 // Package secret holds plaintext secrets in a type that does not show them.
 //
-// A Value prints, logs and encodes as Redacted by whatever road: fmt with any
-// verb, slog, JSON, text, and also as a field deep inside another value. The
-// only way to the plaintext is Reveal, which is easy to search for.
+// A Value prints, logs and encodes as [Redacted]: with every verb of fmt, in
+// slog, JSON and text, and also as a field inside another value. Only
+// [Value.Reveal] returns the plaintext, so that its uses are easy to find.
 package secret
 
 import (
@@ -13,58 +13,36 @@ import (
 	"log/slog"
 )
 
-// Redacted is what a secret shows of itself.
+// Redacted is the text that stands for every secret.
 const Redacted = "[redacted]"
 
-// Value is a secret. Copies share one plaintext, so that Wipe through any of
-// them reaches all. The zero Value is the empty secret.
+// Value is a secret. The zero Value is the empty secret.
 //
-// The plaintext is inside a closure on purpose: fmt does not call the methods
-// of unexported fields but prints what it finds there, through pointers for
-// some verbs, and no reflection sees into a closure. It also makes Values
-// incomparable with ==, which would not be constant in time.
+// The plaintext is inside a closure: fmt does not call the methods of unexported
+// fields but prints their contents, through pointers for some verbs, and
+// reflection cannot read a closure. It also makes Values incomparable with ==,
+// which would not be constant in time.
 type Value struct {
-	plain func() *[]byte
+	plain func() string
 }
 
-// New copies s into a Value. The string itself cannot be wiped; prefer
-// FromBytes where the secret is not a string yet.
-func New(s string) Value { return FromBytes([]byte(s)) }
-
-// FromBytes takes b over: the caller must not use it again.
-func FromBytes(b []byte) Value { return Value{func() *[]byte { return &b }} }
+// New returns s as a secret.
+func New(s string) Value { return Value{func() string { return s }} }
 
 // Reveal returns the plaintext.
 func (v Value) Reveal() string {
 	if v.plain == nil {
 		return ""
 	}
-	return string(*v.plain())
+	return v.plain()
 }
 
-// IsEmpty reports whether there is no plaintext, or no longer.
-func (v Value) IsEmpty() bool { return v.plain == nil || len(*v.plain()) == 0 }
-
-// Equal compares in time that depends on neither the contents nor on where
-// they differ.
-func (v Value) Equal(o Value) bool { return v.EqualString(o.Reveal()) }
-
-// EqualString is Equal for a plaintext that came from outside. Both sides are
-// hashed first, so that not even the length of the secret shows in the time.
-func (v Value) EqualString(s string) bool {
-	a, b := sha256.Sum256([]byte(v.Reveal())), sha256.Sum256([]byte(s))
+// Equal reports whether both plaintexts are the same. Its duration depends
+// neither on where they differ nor, because hashes are compared, on how much of
+// them is equal.
+func (v Value) Equal(o Value) bool {
+	a, b := sha256.Sum256([]byte(v.Reveal())), sha256.Sum256([]byte(o.Reveal()))
 	return subtle.ConstantTimeCompare(a[:], b[:]) == 1
-}
-
-// Wipe overwrites the plaintext, for every copy of v. What Reveal returned
-// before is out of its reach. It must not run beside other methods of v.
-func (v Value) Wipe() {
-	if v.plain == nil {
-		return
-	}
-	b := v.plain()
-	clear(*b)
-	*b = nil
 }
 
 // String returns Redacted.

@@ -10,6 +10,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 
+	"bivy/internal/argv"
 	"bivy/internal/kind"
 )
 
@@ -194,8 +195,8 @@ func TestValidateRefuses(t *testing.T) {
 		{"env", func(s *Spec) { s.Env = map[string]string{"\xff": "x"} }},
 		{"env", func(s *Spec) { s.Env = map[string]string{"A": "x\x00y"} }},
 		{"env", func(s *Spec) { s.Env = map[string]string{"A": "\xff"} }},
-		{"env", func(s *Spec) { s.Env = map[string]string{"A": long(MaxEnvBytes)} }},
-		{"env", func(s *Spec) { s.Env = many(MaxEnvCount + 1) }},
+		{"env", func(s *Spec) { s.Env = map[string]string{"A": long(argv.MaxEnvBytes)} }},
+		{"env", func(s *Spec) { s.Env = many(argv.MaxEnvCount + 1) }},
 		{"user", func(s *Spec) { s.User = "two words" }},
 		{"user", func(s *Spec) { s.User = long(65) }},
 		{"workdir", func(s *Spec) { s.Workdir = "relative" }},
@@ -225,16 +226,16 @@ func TestValidateRefuses(t *testing.T) {
 
 func TestEnvBounds(t *testing.T) {
 	// Exactly what is allowed, and one more.
-	fits := map[string]string{"A": strings.Repeat("x", MaxEnvBytes-3)}
+	fits := map[string]string{"A": strings.Repeat("x", argv.MaxEnvBytes-3)}
 	if err := ValidateEnv("env", fits); err != nil {
-		t.Errorf("%d bytes: %v", MaxEnvBytes, err)
+		t.Errorf("%d bytes: %v", argv.MaxEnvBytes, err)
 	}
 	fits["A"] += "x"
 	if err := ValidateEnv("command.env", fits); !kind.Is(err, kind.Invalid) || kind.Field(err) != "command.env" || kind.Hint(err) == "" {
 		t.Errorf("one byte more: %v", err)
 	}
 	many := map[string]string{}
-	for i := range MaxEnvCount {
+	for i := range argv.MaxEnvCount {
 		many[fmt.Sprint("N", i)] = "v"
 	}
 	if err := ValidateEnv("env", many); err != nil {
@@ -265,7 +266,22 @@ func TestDigest(t *testing.T) {
 	if len(da) != len("sha256:")+64 || !strings.HasPrefix(da, "sha256:") {
 		t.Errorf("digest %s", da)
 	}
+	// A record shows the names of variables and this digest: it must not depend
+	// on values, which could then be guessed.
 	b.Env["C"] = "4"
+	if db, err := b.Digest(); err != nil || da != db {
+		t.Errorf("another value of a variable: digests %s and %s, %v", da, db, err)
+	}
+	shown, err := b.WithoutEnvValues().Digest()
+	if err != nil || shown != da {
+		t.Errorf("the spec as records show it has digest %s, want %s, %v", shown, da, err)
+	}
+	b.Env["D"] = ""
+	if db, err := b.Digest(); err != nil || da == db {
+		t.Errorf("another variable, the same digest %s, %v", da, err)
+	}
+	b = valid()
+	b.Env, b.Hostname = a.Env, "other"
 	if db, err := b.Digest(); err != nil || da == db {
 		t.Errorf("two specs, one digest %s, %v", da, err)
 	}

@@ -1,9 +1,9 @@
 // Package snapshot makes and keeps the snapshots that sandboxes start from:
 // an image booted once, its agent answering, written to disk.
 //
-// A snapshot belongs to one image, one build of the sentry and one kind of
-// processor; any other combination gets another directory. It holds no
-// secret: it is taken before the agent is told who it works for.
+// A snapshot belongs to one image, one shape of sandbox, one build of the
+// sentry and one kind of processor; any other combination gets another
+// directory. It holds no secret: it is taken before the agent gets its token.
 package snapshot
 
 import (
@@ -28,18 +28,19 @@ import (
 	"bivy/internal/driver"
 	"bivy/internal/durable"
 	"bivy/internal/kind"
+	"bivy/internal/poll"
 	"bivy/internal/session"
 )
 
 // formatVersion is part of every key: a change of what is kept makes new
 // snapshots.
-const formatVersion = 1
+const formatVersion = 2
 
 const manifestName = "snapshot.json"
 
 // Options are what a Maker is made of. All but BootLimit are required.
 type Options struct {
-	// Driver is the maker's own: its sandboxes are nobody's sessions.
+	// Driver is the maker's own: Recover destroys every sandbox it has.
 	Driver interface {
 		driver.Driver
 		driver.Checkpointer
@@ -51,7 +52,7 @@ type Options struct {
 	Ready func(ctx context.Context, d driver.Driver, id session.SandboxID) error
 	// BootLimit bounds boot and readiness; 0: one minute.
 	BootLimit time.Duration
-	Log       *slog.Logger
+	Log       *slog.Logger // required
 }
 
 // Maker makes snapshots.
@@ -70,8 +71,8 @@ func New(o Options) *Maker {
 
 // Request names what to snapshot.
 type Request struct {
-	Dir   string // of the template; snapshots lie below, one directory each
-	Start driver.StartRequest
+	Dir   string              // of the template; snapshots lie below, one directory each
+	Start driver.StartRequest // boots the sandbox that is saved; made by sandbox.Spec
 }
 
 // manifest lists a snapshot's files.
@@ -82,8 +83,8 @@ type manifest struct {
 }
 
 type file struct {
-	Size   int64  `json:"size"`
-	SHA256 string `json:"sha256"`
+	Size   int64  `json:"size"`   // bytes
+	SHA256 string `json:"sha256"` // hex
 }
 
 // Recover destroys what an earlier process left half made.
@@ -95,9 +96,9 @@ func (m *Maker) Recover(ctx context.Context) error {
 	return err
 }
 
-// Ensure returns the directory of the snapshot, making it if need be. One that
-// this process has checked or made costs a look at its files' sizes; others
-// wait for their turn, or for ctx.
+// Ensure returns the directory of the snapshot, a driver.Dir, and makes it when
+// there is none. For one that this process has checked or made it compares the
+// sizes of files; others are read whole, one at a time.
 func (m *Maker) Ensure(ctx context.Context, req Request) (string, error) {
 	key, err := m.key(req)
 	if err != nil {
@@ -182,7 +183,7 @@ func (m *Maker) make(ctx context.Context, req Request, dir, key string) (err err
 	if err != nil {
 		return err
 	}
-	if err := os.WriteFile(filepath.Join(files, manifestName), b, 0o600); err != nil {
+	if err := durable.WriteFile(filepath.Join(files, manifestName), b, 0o600); err != nil {
 		return err
 	}
 	if err := os.RemoveAll(dir); err != nil { // damaged, or of a crash
@@ -203,23 +204,18 @@ func (m *Maker) boot(ctx context.Context, start driver.StartRequest, dir string)
 	}
 	ctx, cancel := context.WithTimeout(ctx, limit)
 	defer cancel()
-	start.ID = session.NewID().Sandbox(0)
 	defer func() { err = errors.Join(err, m.Driver.Destroy(context.WithoutCancel(ctx), start.ID)) }()
 	if _, err := m.Driver.Start(ctx, start); err != nil {
 		return err
 	}
-	for wait := time.Millisecond; ; wait = min(2*wait, 100*time.Millisecond) {
-		err := m.Ready(ctx, m.Driver, start.ID)
-		if err == nil {
-			break
-		}
-		select {
-		case <-ctx.Done():
-			return kind.Errorf(kind.Unavailable, "the agent does not answer within %s: %w", limit, err)
-		case <-time.After(wait):
-		}
+	err = poll.Until(ctx, poll.Delays{First: time.Millisecond, Max: 100 * time.Millisecond}, func() (done bool, err error) {
+		err = m.Ready(ctx, m.Driver, start.ID)
+		return err == nil, err
+	})
+	if err != nil {
+		return kind.Errorf(kind.Unavailable, "the agent does not answer within %s: %w", limit, err)
 	}
-	return m.Driver.Checkpoint(ctx, start.ID, dir, false)
+	return m.Driver.Checkpoint(ctx, start.ID, driver.Dir(dir), driver.CheckpointOptions{})
 }
 
 // key names everything a restore depends on.
@@ -229,7 +225,7 @@ func (m *Maker) key(req Request) (string, error) {
 		return "", err
 	}
 	s := req.Start
-	b, err := json.Marshal([]any{formatVersion, m.Build, runtime.GOARCH, features(cpu), s.Image, s.Args, s.Env, s.Limits.DiskBytes})
+	b, err := json.Marshal([]any{formatVersion, m.Build, runtime.GOARCH, features(cpu), s.Image, s.Args, s.Env, s.Shape, s.Limits.DiskBytes})
 	if err != nil {
 		return "", err
 	}
@@ -249,8 +245,8 @@ func features(cpuinfo []byte) []string {
 	return nil
 }
 
-// check reports NotFound for no snapshot, and what is wrong with a damaged
-// one. Called in turn.
+// check fails with NotFound for no snapshot, and says what is wrong with a
+// damaged one. Called in turn.
 func (m *Maker) check(dir, key string) error {
 	b, err := os.ReadFile(filepath.Join(dir, manifestName))
 	if errors.Is(err, fs.ErrNotExist) {

@@ -29,22 +29,6 @@ func (c *counting) Start(ctx context.Context, req driver.StartRequest) (driver.H
 	return c.Driver.Start(ctx, req)
 }
 
-// Checkpoint keeps what the fake writes elsewhere and writes flat files, as the
-// drivers do whose snapshots are kept.
-func (c *counting) Checkpoint(ctx context.Context, id session.SandboxID, dir string, leave bool) error {
-	own, err := os.MkdirTemp(filepath.Dir(dir), "fake-*")
-	if err != nil {
-		return err
-	}
-	defer os.RemoveAll(own)
-	if err := c.Driver.Checkpoint(ctx, id, own, leave); err != nil {
-		return err
-	}
-	return errors.Join(
-		os.WriteFile(filepath.Join(dir, "pages"), []byte("some memory"), 0o600),
-		os.WriteFile(filepath.Join(dir, "state"), []byte("state"), 0o600))
-}
-
 func newMaker(t *testing.T) (*Maker, *counting) {
 	t.Helper()
 	d := &counting{Driver: &fake.Driver{}}
@@ -68,7 +52,9 @@ func request(t *testing.T) Request {
 	if err := os.WriteFile(image, nil, 0o600); err != nil {
 		t.Fatal(err)
 	}
-	return Request{Dir: filepath.Join(dir, "snapshots"), Start: driver.StartRequest{Image: image, Args: []string{"/agent"}}}
+	return Request{Dir: filepath.Join(dir, "snapshots"), Start: driver.StartRequest{
+		ID: session.NewID().Sandbox(1), Image: image, Args: []string{"/agent"}, Shape: driver.Shape{CPUs: 2, MemoryBytes: 1 << 30, DiskBytes: 1 << 30},
+		Limits: driver.Limits{DiskBytes: 1 << 30}}}
 }
 
 func ensure(t *testing.T, m *Maker, req Request) string {
@@ -100,7 +86,7 @@ func TestMadeOnceByMany(t *testing.T) {
 }
 
 // TestDamageIsSeen: whatever is wrong with a snapshot's files, it is made
-// again, by a process that made it itself where a size tells, by the next one
+// again, by the process that made it when a size is wrong, by the next one
 // in any case.
 func TestDamageIsSeen(t *testing.T) {
 	for name, damage := range map[string]func(t *testing.T, dir, file string) error{
@@ -111,7 +97,7 @@ func TestDamageIsSeen(t *testing.T) {
 			return os.WriteFile(filepath.Join(dir, manifestName), []byte("{"), 0o600)
 		},
 		"another manifest": func(_ *testing.T, dir, _ string) error {
-			return os.WriteFile(filepath.Join(dir, manifestName), []byte(`{"version":1,"key":"x","files":{"a":{}}}`), 0o600)
+			return os.WriteFile(filepath.Join(dir, manifestName), []byte(`{"version":2,"key":"x","files":{"a":{}}}`), 0o600)
 		},
 		"changed byte": func(t *testing.T, dir, file string) error {
 			b, err := os.ReadFile(filepath.Join(dir, file))
@@ -185,5 +171,38 @@ func TestFailureLeavesNothing(t *testing.T) {
 	entries, err := os.ReadDir(req.Dir)
 	if err != nil || len(entries) > 0 {
 		t.Errorf("left: %v, %v", entries, err)
+	}
+}
+
+// TestKeyHasTheShape: a snapshot of a sandbox that saw other processors,
+// memory or disk is another snapshot.
+func TestKeyHasTheShape(t *testing.T) {
+	m, _ := newMaker(t)
+	req := request(t)
+	keys := map[string]string{}
+	for what, change := range map[string]func(*driver.StartRequest){
+		"the same":              func(*driver.StartRequest) {},
+		"more processors":       func(r *driver.StartRequest) { r.Shape.CPUs++ },
+		"more memory":           func(r *driver.StartRequest) { r.Shape.MemoryBytes++ },
+		"more disk":             func(r *driver.StartRequest) { r.Shape.DiskBytes++; r.Limits.DiskBytes++ },
+		"another first process": func(r *driver.StartRequest) { r.Args = []string{"/other"} },
+	} {
+		r := req
+		change(&r.Start)
+		key, err := m.key(r)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if other, there := keys[key]; there {
+			t.Errorf("%s and %s have the same key", what, other)
+		}
+		keys[key] = what
+	}
+	// Who owns the sandbox, its name and its limits are not in a snapshot.
+	r := req
+	r.Start.ID, r.Start.Owner = session.NewID().Sandbox(1), driver.Owner{Kind: driver.OwnedByTemplate, ID: "x"}
+	r.Start.Limits.CPUMillis = 100
+	if key, err := m.key(r); err != nil || keys[key] != "the same" {
+		t.Errorf("key %s (%s), %v; want that of the same snapshot", key, keys[key], err)
 	}
 }

@@ -17,6 +17,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"bivy/internal/durable"
 	"bivy/internal/kind"
 	"bivy/internal/template/image"
 	"bivy/internal/template/source"
@@ -33,8 +34,8 @@ const formatVersion = 1
 // caller that waits for it is gone. Nothing half-made is left after a failure.
 // progress may be nil.
 //
-// The template is kept for the grace period even without a name; whoever uses
-// it takes a lease within it.
+// The template is kept for the grace period even without a name. A caller that
+// uses it longer takes a lease within that time.
 func (s *Store) Build(ctx context.Context, spec Spec, progress Progress) (Template, error) {
 	t, err := s.buildDigest(ctx, spec, progress)
 	if err != nil {
@@ -93,7 +94,7 @@ func (s *Store) buildDigest(ctx context.Context, spec Spec, progress Progress) (
 		defer cancel()
 		t, err := s.build(work, spec, src, f.report)
 		if err == nil && cached {
-			err = s.writeAtomic(buildsDir+"/"+key, []byte(string(t.Digest)+"\n"))
+			err = s.writeFile(buildsDir+"/"+key, []byte(string(t.Digest)+"\n"))
 		}
 		s.land(key, f, t, errors.Join(err, src.Close()))
 	}()
@@ -330,7 +331,7 @@ func (s *Store) install(ctx context.Context, work string, m meta) (Template, err
 	if err != nil {
 		return Template{}, err
 	}
-	if err := writeSync(s.root, work+"/"+metaFile, append(b, '\n')); err != nil {
+	if err := s.writeFile(work+"/"+metaFile, append(b, '\n')); err != nil {
 		return Template{}, err
 	}
 	if err := s.root.Mkdir(work+"/"+leasesDir, 0o700); err != nil {
@@ -351,13 +352,13 @@ func (s *Store) install(ctx context.Context, work string, m meta) (Template, err
 	if err := s.shareImage(work, m.Image); err != nil {
 		return Template{}, err
 	}
-	if err := syncDir(s.root, work); err != nil {
+	if err := durable.SyncDirIn(s.root, work); err != nil {
 		return Template{}, err
 	}
 	if err := s.root.Rename(work, digest.Hex()); err != nil {
 		return Template{}, err
 	}
-	if err := syncDir(s.root, "."); err != nil {
+	if err := durable.SyncDirIn(s.root, "."); err != nil {
 		return Template{}, err
 	}
 	if err := s.touch(digest); err != nil {

@@ -1,14 +1,13 @@
 package template
 
 import (
-	"crypto/rand"
 	"errors"
 	"fmt"
 	"io"
-	"io/fs"
 	"os"
-	"path"
 	"strings"
+
+	"bivy/internal/durable"
 )
 
 // What is wrong with a file's content, as opposed to reading it.
@@ -39,52 +38,14 @@ func (s *Store) readDigest(name string) (Digest, error) {
 	if err != nil {
 		return "", err
 	}
-	d, err := ParseDigest(strings.TrimSuffix(string(b), "\n"))
+	d, err := parseDigest(strings.TrimSuffix(string(b), "\n"))
 	if err != nil {
 		return "", fmt.Errorf("%s: %w: %w", name, errNoDigest, err)
 	}
 	return d, nil
 }
 
-// writeAtomic writes a file so that a crash leaves the old one or the new one.
-func (s *Store) writeAtomic(name string, data []byte) error {
-	tmp := tmpDir + "/file-" + rand.Text()
-	if err := writeSync(s.root, tmp, data); err != nil {
-		return errors.Join(err, s.removeFile(tmp))
-	}
-	if err := s.root.Rename(tmp, name); err != nil {
-		return errors.Join(err, s.removeFile(tmp))
-	}
-	return syncDir(s.root, path.Dir(name))
-}
-
-func writeSync(root *os.Root, name string, data []byte) error {
-	f, err := root.OpenFile(name, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
-	if err != nil {
-		return err
-	}
-	_, err = f.Write(data)
-	if err == nil {
-		err = f.Sync()
-	}
-	return errors.Join(err, f.Close())
-}
-
-// removeFile removes a file durably; one that is not there is no error.
-func (s *Store) removeFile(name string) error {
-	if err := s.root.Remove(name); err != nil {
-		if errors.Is(err, fs.ErrNotExist) {
-			return nil
-		}
-		return err
-	}
-	return syncDir(s.root, path.Dir(name))
-}
-
-func syncDir(root *os.Root, name string) error {
-	d, err := root.Open(name)
-	if err != nil {
-		return err
-	}
-	return errors.Join(d.Sync(), d.Close())
+// writeFile writes a file of the store, which only its owner can read.
+func (s *Store) writeFile(name string, data []byte) error {
+	return durable.WriteFileIn(s.root, name, data, 0o600)
 }

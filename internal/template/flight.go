@@ -67,7 +67,7 @@ func (s *Store) wait(ctx context.Context, f *flight, id int) (Template, error) {
 // leave stops waiting. The last to leave stops the build and sees it end, so
 // that nothing of it is left when no caller is.
 func (s *Store) leave(f *flight, id int) {
-	s.flightsMu.Lock() // before f.mu, as in join: nobody may enter a build that is given up
+	s.flightsMu.Lock() // before f.mu, as in join: no caller may join a build that is being stopped
 	f.mu.Lock()
 	delete(f.waiters, id)
 	last := len(f.waiters) == 0

@@ -7,6 +7,7 @@ import (
 	"os"
 	"regexp"
 
+	"bivy/internal/durable"
 	"bivy/internal/kind"
 )
 
@@ -29,7 +30,7 @@ func (s *Store) Lease(digest Digest, holder string) error {
 	if err != nil {
 		return fmt.Errorf("lease of %s for %s: %w", digest, holder, err)
 	}
-	if err := errors.Join(f.Close(), syncDir(s.root, dir)); err != nil {
+	if err := errors.Join(f.Close(), durable.SyncDirIn(s.root, dir)); err != nil {
 		return fmt.Errorf("lease of %s for %s: %w", digest, holder, err)
 	}
 	return nil
@@ -43,7 +44,7 @@ func (s *Store) Release(digest Digest, holder string) error {
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if err := s.removeFile(digest.Hex() + "/" + leasesDir + "/" + holder); err != nil {
+	if err := durable.RemoveIn(s.root, digest.Hex()+"/"+leasesDir+"/"+holder); err != nil {
 		return fmt.Errorf("lease of %s for %s: %w", digest, holder, err)
 	}
 	return nil

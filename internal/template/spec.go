@@ -1,19 +1,12 @@
 package template
 
 import (
-	"bytes"
-	"errors"
-	"fmt"
-	"io"
-	"os"
 	"path"
-	"path/filepath"
 	"regexp"
 	"strings"
 	"unicode/utf8"
 
-	"go.yaml.in/yaml/v3"
-
+	"bivy/internal/argv"
 	"bivy/internal/kind"
 	"bivy/internal/template/tree"
 )
@@ -21,11 +14,8 @@ import (
 // SpecVersion is the version of Spec this build reads.
 const SpecVersion = 1
 
-// MaxSpecBytes bounds the file a spec is read from.
-const MaxSpecBytes = 1 << 20
-
-// Spec says what a template is made from and what its processes start with. It
-// is read from YAML or JSON in a repository. Exactly one source of From is set.
+// Spec says what a template is made from and what its processes start with.
+// Exactly one source of From is set.
 type Spec struct {
 	Version int               `yaml:"version" json:"version"`
 	Name    string            `yaml:"name,omitempty" json:"name,omitempty"` // [namespace/]name[:tag]; may be empty: found by digest only
@@ -116,109 +106,6 @@ func (f From) Kind() string {
 	return name
 }
 
-// ParseSpec reads a spec from YAML or JSON. Unknown fields, duplicate fields
-// and a second document are refused with their line.
-func ParseSpec(data []byte) (Spec, error) {
-	if len(data) > MaxSpecBytes {
-		return Spec{}, kind.Errorf(kind.Invalid, "template: %d bytes, at most %d", len(data), MaxSpecBytes)
-	}
-	dec := yaml.NewDecoder(bytes.NewReader(data))
-	dec.KnownFields(true)
-	var s Spec
-	if err := dec.Decode(&s); err != nil {
-		if errors.Is(err, io.EOF) {
-			return Spec{}, kind.Errorf(kind.Invalid, "template: the file is empty").WithHint(specHint)
-		}
-		return Spec{}, specError(err)
-	}
-	var more yaml.Node
-	switch err := dec.Decode(&more); {
-	case err == nil:
-		return Spec{}, kind.Errorf(kind.Invalid, "template: line %d: a second document; one file holds one template", more.Line)
-	case !errors.Is(err, io.EOF):
-		return Spec{}, specError(err)
-	}
-	if err := s.Validate(); err != nil {
-		return Spec{}, err
-	}
-	return s, nil
-}
-
-// specHint is the next step for whoever wrote what is no spec.
-const specHint = "the fields are version, name, from, env, user, workdir and cmd; from has one of " +
-	"host_packages, image, tarball, layout, directory and tar"
-
-// unknownField matches how the YAML package reports what a struct lacks.
-var unknownField = regexp.MustCompile(`field (.*) not found in type \S+$`)
-
-// goType matches the Go type names in its other reports, which mean nothing to
-// the author of a spec.
-var goType = regexp.MustCompile(`(into|in type) (\*?(map\[string\]|\[\])?(template\.)?\w+)$`)
-
-func specError(err error) error {
-	lines := []string{strings.TrimPrefix(err.Error(), "yaml: ")}
-	var te *yaml.TypeError
-	if errors.As(err, &te) {
-		lines = nil
-		for _, l := range te.Errors {
-			l = unknownField.ReplaceAllString(l, `unknown field "$1"`)
-			if m := goType.FindStringSubmatch(l); m != nil {
-				l = strings.TrimSuffix(l, m[0]) + "where " + wanted(m[2]) + " belongs"
-			}
-			lines = append(lines, l)
-		}
-	}
-	return kind.Errorf(kind.Invalid, "template: %s", strings.Join(lines, "; ")).
-		WithHint(specHint)
-}
-
-func wanted(goType string) string {
-	switch {
-	case strings.HasSuffix(goType, "map[string]string"):
-		return "a map of strings"
-	case strings.HasPrefix(goType, "[]"):
-		return "a list"
-	case goType == "int":
-		return "a whole number"
-	case goType == "bool":
-		return "true or false"
-	case strings.Contains(goType, "template."):
-		return "a map of fields"
-	}
-	return "a " + goType
-}
-
-// Load reads a spec from a file. Relative paths in it are taken from the
-// directory of the file.
-func Load(file string) (Spec, error) {
-	f, err := os.Open(file)
-	if err != nil {
-		if errors.Is(err, os.ErrNotExist) {
-			return Spec{}, kind.Errorf(kind.NotFound, "template file %s does not exist", file)
-		}
-		return Spec{}, fmt.Errorf("template file %s: %w", file, err)
-	}
-	defer f.Close()
-	data, err := io.ReadAll(io.LimitReader(f, MaxSpecBytes+1))
-	if err != nil {
-		return Spec{}, fmt.Errorf("template file %s: %w", file, err)
-	}
-	s, err := ParseSpec(data)
-	if err != nil {
-		return Spec{}, fmt.Errorf("%s: %w", file, err)
-	}
-	dir, err := filepath.Abs(filepath.Dir(file))
-	if err != nil {
-		return Spec{}, err
-	}
-	for _, p := range s.From.paths() {
-		if *p != "" && !filepath.IsAbs(*p) {
-			*p = filepath.Join(dir, *p)
-		}
-	}
-	return s, nil
-}
-
 // paths returns every field of f that names a file of this host.
 func (f *From) paths() []*string {
 	var out []*string
@@ -240,14 +127,8 @@ func (f *From) paths() []*string {
 	return out
 }
 
-// Bounds of a spec.
-const (
-	maxEnv      = 1024
-	maxEnvBytes = 128 << 10
-	maxCmd      = 1024
-	maxCmdBytes = 128 << 10
-	maxPackages = 4096
-)
+// maxPackages is how many packages one template may name.
+const maxPackages = 4096
 
 var (
 	packageName = regexp.MustCompile(`^[a-z0-9][a-z0-9+.-]{1,127}$`)
@@ -271,15 +152,13 @@ func (s Spec) Validate() error {
 	if err := s.From.validate(); err != nil {
 		return err
 	}
-	total := 0
-	for k, v := range s.Env {
-		if k == "" || strings.ContainsAny(k, "=\x00") || !utf8.ValidString(k) || !utf8.ValidString(v) || strings.ContainsRune(v, 0) {
-			return bad("env", "variable %.64q: want a non-empty name without '=', and text without NUL", k)
-		}
-		total += len(k) + len(v) + 2
+	if err := argv.CheckEnv("env", s.Env); err != nil {
+		return err
 	}
-	if len(s.Env) > maxEnv || total > maxEnvBytes {
-		return bad("env", "%d variables of %d bytes, at most %d of %d", len(s.Env), total, maxEnv, maxEnvBytes)
+	for k, v := range s.Env {
+		if !utf8.ValidString(k) || !utf8.ValidString(v) {
+			return bad("env", "variable %.64q: name and value must be UTF-8", k)
+		}
 	}
 	if s.User != "" && !userName.MatchString(s.User) {
 		return bad("user", "%.64q is not a user name", s.User)
@@ -287,15 +166,10 @@ func (s Spec) Validate() error {
 	if s.Workdir != "" && (!path.IsAbs(s.Workdir) || len(s.Workdir) > tree.MaxPath || strings.ContainsRune(s.Workdir, 0)) {
 		return bad("workdir", "%.64q is not an absolute path", s.Workdir)
 	}
-	total = 0
-	for i, a := range s.Cmd {
-		if strings.ContainsRune(a, 0) || (i == 0 && a == "") {
-			return bad("cmd", "argument %d: want text without NUL, and a program first", i)
+	if len(s.Cmd) > 0 {
+		if err := argv.Argv(s.Cmd).Check("cmd"); err != nil {
+			return err
 		}
-		total += len(a) + 1
-	}
-	if len(s.Cmd) > maxCmd || total > maxCmdBytes {
-		return bad("cmd", "%d arguments of %d bytes, at most %d of %d", len(s.Cmd), total, maxCmd, maxCmdBytes)
 	}
 	return nil
 }

@@ -18,15 +18,16 @@ import (
 	"sync"
 	"time"
 
-	"golang.org/x/sys/unix"
-
+	"bivy/internal/dirlock"
+	"bivy/internal/durable"
 	"bivy/internal/kind"
 	"bivy/internal/template/tree"
 )
 
 // The store's directory:
 //
-//	lock                              held while a Store is open
+//	lock                              held while a Store is open, see package dirlock
+//	version                           the version of this layout
 //	<template hex>/template.json      what the template is; never changes
 //	<template hex>/<image hex>.erofs  its image; never changes
 //	<template hex>/leases/<holder>    who uses it
@@ -40,7 +41,7 @@ import (
 // Templates with the same image share one file by hard link, and with it the
 // page cache.
 const (
-	lockFile     = "lock"
+	versionFile  = "version"
 	refsDir      = "refs"
 	buildsDir    = "builds"
 	tmpDir       = "tmp"
@@ -49,6 +50,7 @@ const (
 	metaFile     = "template.json"
 
 	storeVersion = 1
+	maxMetaBytes = 1 << 20 // of template.json
 )
 
 // DefaultGrace is how long GC leaves a template alone that has neither a name
@@ -80,7 +82,7 @@ type Options struct {
 type Store struct {
 	dir  string
 	root *os.Root
-	lock *os.File
+	lock *dirlock.Lock
 	opts Options
 
 	// mu guards names, leases and the coming and going of templates; it is
@@ -130,18 +132,14 @@ func Open(dir string, opts Options) (*Store, error) {
 }
 
 func (s *Store) open() error {
-	lock, err := s.root.OpenFile(lockFile, os.O_RDWR|os.O_CREATE, 0o600)
+	lock, err := dirlock.Acquire(s.dir)
 	if err != nil {
+		if kind.Is(err, kind.Conflict) {
+			return kind.Errorf(kind.Conflict, "%w", err).WithHint("stop the other bivy, or give this one another data directory")
+		}
 		return err
 	}
 	s.lock = lock
-	if err := unix.Flock(int(lock.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
-		if errors.Is(err, unix.EWOULDBLOCK) {
-			return kind.Errorf(kind.Conflict, "another process uses it").
-				WithHint("stop the other bivy, or give this one another data directory")
-		}
-		return fmt.Errorf("lock: %w", err)
-	}
 	if err := s.checkVersion(); err != nil {
 		return err
 	}
@@ -184,34 +182,36 @@ func (s *Store) sweepBroken() error {
 	return nil
 }
 
-// checkVersion reads the layout's version from the lock file, or writes it.
+// checkVersion reads the layout's version, or writes it into a new store.
 func (s *Store) checkVersion() error {
-	b, err := io.ReadAll(io.LimitReader(s.lock, 64))
-	if err != nil {
-		return fmt.Errorf("version: %w", err)
-	}
 	want := fmt.Sprintf("bivy templates %d\n", storeVersion)
-	switch string(b) {
-	case want:
-		return nil
-	case "":
-		if _, err := s.lock.WriteAt([]byte(want), 0); err != nil {
+	b, err := readFile(s.root, versionFile, 64)
+	switch {
+	case errors.Is(err, fs.ErrNotExist):
+		if err := durable.WriteFileIn(s.root, versionFile, []byte(want), 0o600); err != nil {
 			return fmt.Errorf("version: %w", err)
 		}
-		return s.lock.Sync()
+		return nil
+	case err != nil && !errors.Is(err, errTooLong):
+		return fmt.Errorf("version: %w", err)
+	case err == nil && string(b) == want:
+		return nil
 	}
-	return kind.Errorf(kind.Conflict, "its layout is %q, this bivy knows %q", strings.TrimSpace(string(b)), strings.TrimSpace(want)).
+	return kind.Errorf(kind.Conflict, "its layout is %q, this bivy reads %q", strings.TrimSpace(string(b)), strings.TrimSpace(want)).
 		WithHint("use the bivy that made it, or another data directory")
 }
 
 // sweepNames drops names and build keys that name no template, or one that is
 // gone, which happens when a removal was cut short. One that cannot be read
-// now may be read tomorrow, and stays.
+// now stays: the reason may be temporary.
 func (s *Store) sweepNames() error {
 	for _, dir := range []string{refsDir, buildsDir} {
 		err := fs.WalkDir(s.root.FS(), dir, func(name string, d fs.DirEntry, err error) error {
 			if err != nil || d.IsDir() {
 				return err
+			}
+			if durable.IsTemp(d.Name()) {
+				return s.root.Remove(name)
 			}
 			digest, err := s.readDigest(name)
 			if err == nil {
@@ -258,7 +258,7 @@ type meta struct {
 // load reads the template called digest.
 func (s *Store) load(digest Digest) (Template, error) {
 	missing := kind.Errorf(kind.NotFound, "template %s does not exist", digest)
-	b, err := readFile(s.root, digest.Hex()+"/"+metaFile, MaxSpecBytes)
+	b, err := readFile(s.root, digest.Hex()+"/"+metaFile, maxMetaBytes)
 	if errors.Is(err, fs.ErrNotExist) {
 		return Template{}, missing
 	}
@@ -330,7 +330,7 @@ func (s *Store) getLocked(nameOrDigest string) (Template, error) {
 // completeLocked finds the digest that begins as given, which listings show.
 // A whole one is returned as it is.
 func (s *Store) completeLocked(begin string) (Digest, error) {
-	if d, err := ParseDigest(begin); err == nil {
+	if d, err := parseDigest(begin); err == nil {
 		return d, nil
 	}
 	all, err := s.digestsLocked()
@@ -482,7 +482,7 @@ func (s *Store) setNameLocked(ref Ref, digest Digest) error {
 	if err := s.root.MkdirAll(ref.dir(), 0o700); err != nil {
 		return fmt.Errorf("template name %s: %w", ref, err)
 	}
-	if err := s.writeAtomic(ref.file(), []byte(string(digest)+"\n")); err != nil {
+	if err := s.writeFile(ref.file(), []byte(string(digest)+"\n")); err != nil {
 		return fmt.Errorf("template name %s: %w", ref, err)
 	}
 	return nil
@@ -513,18 +513,18 @@ func (s *Store) Remove(nameOrDigest string) error {
 			WithHint("end what uses it first")
 	}
 	if byName {
-		return s.removeFile(ref.file())
+		return durable.RemoveIn(s.root, ref.file())
 	}
 	for _, n := range names[t.Digest] {
-		if err := s.removeFile(n.file()); err != nil {
+		if err := durable.RemoveIn(s.root, n.file()); err != nil {
 			return err
 		}
 	}
 	return s.discardLocked(t.Digest)
 }
 
-// discardLocked removes a template's directory: in one rename for everyone
-// who looks, then file by file.
+// discardLocked removes a template's directory. It is renamed first, so that it
+// disappears in one step, and then removed file by file.
 func (s *Store) discardLocked(digest Digest) error {
 	trash := tmpDir + "/trash-" + digest.Hex()
 	if err := s.root.RemoveAll(trash); err != nil {
@@ -533,7 +533,7 @@ func (s *Store) discardLocked(digest Digest) error {
 	if err := s.root.Rename(digest.Hex(), trash); err != nil {
 		return fmt.Errorf("template %s: %w", digest, err)
 	}
-	if err := syncDir(s.root, "."); err != nil {
+	if err := durable.SyncDirIn(s.root, "."); err != nil {
 		return fmt.Errorf("template %s: %w", digest, err)
 	}
 	if err := s.root.RemoveAll(trash); err != nil {

@@ -410,7 +410,7 @@ func TestSecondStore(t *testing.T) {
 		t.Fatal(err)
 	}
 	open(t, dir, Options{}).Close()
-	if err := os.WriteFile(filepath.Join(dir, "lock"), []byte("bivy templates 99\n"), 0o600); err != nil {
+	if err := os.WriteFile(filepath.Join(dir, "version"), []byte("bivy templates 99\n"), 0o600); err != nil {
 		t.Fatal(err)
 	}
 	if _, err := Open(dir, Options{}); !kind.Is(err, kind.Conflict) || !strings.Contains(err.Error(), "99") {
@@ -439,6 +439,8 @@ func TestRecovery(t *testing.T) {
 		os.MkdirAll(filepath.Join(dir, "tmp/build-X"), 0o700),
 		os.WriteFile(filepath.Join(dir, "tmp/build-X/.image-Y"), []byte("half"), 0o600),
 		os.WriteFile(filepath.Join(dir, "tmp/file-Z"), []byte("half"), 0o600),
+		os.WriteFile(filepath.Join(dir, "refs/_/good/.durable-X"), []byte(string(g.Digest)+"\n"), 0o600),
+		os.WriteFile(filepath.Join(dir, "builds/.durable-X"), nil, 0o600),
 		os.Truncate(b.Image, 100),
 		os.Remove(u.Image),
 		os.MkdirAll(filepath.Join(dir, "refs/_/ghost"), 0o700),
@@ -452,6 +454,11 @@ func TestRecovery(t *testing.T) {
 	s = open(t, dir, Options{})
 	if l := left(t, dir); len(l) != 0 {
 		t.Errorf("left in tmp: %v", l)
+	}
+	for _, temp := range []string{"refs/_/good/.durable-X", "builds/.durable-X"} {
+		if _, err := os.Lstat(filepath.Join(dir, temp)); !errors.Is(err, fs.ErrNotExist) {
+			t.Errorf("%s is still there: %v", temp, err)
+		}
 	}
 	if got, err := s.Get("good"); err != nil || got.Digest != g.Digest {
 		t.Errorf("good: %v, %v", got, err)

@@ -1,6 +1,3 @@
-// Package template makes and keeps the environments that sandboxes start
-// from: files of many kinds of sources become one immutable EROFS image, kept
-// with its defaults under the hash of both.
 package template
 
 import (
@@ -20,8 +17,8 @@ var digestForm = regexp.MustCompile(`^sha256:[0-9a-f]{64}$`)
 // this form cannot be used.
 var shortDigest = regexp.MustCompile(`^sha256:[0-9a-f]{12,64}$`)
 
-// ParseDigest checks the form of a digest.
-func ParseDigest(s string) (Digest, error) {
+// parseDigest checks the form of a digest.
+func parseDigest(s string) (Digest, error) {
 	if !digestForm.MatchString(s) {
 		return "", kind.Errorf(kind.Invalid, "%.100q is not a digest: want sha256: and 64 hex digits", s)
 	}

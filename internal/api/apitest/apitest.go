@@ -1,502 +1,284 @@
-// Package apitest is a complete backend for package api without any
-// isolation: sessions are directories of this host and commands are its
-// processes. Tests of the interface, of its client and of the command line
-// stand on it; nothing else may.
+// Package apitest starts the whole of bivy behind package api for tests: the
+// real lifecycle, workload, record, node and store, with driver/fake in place
+// of isolation, so that commands are processes of this host. Tests of the
+// interface, of its client and of the command line stand on it; it is for
+// tests only.
 package apitest
 
 import (
-	"bivy/internal/access"
 	"context"
-	"crypto/rand"
 	"crypto/sha256"
 	"errors"
-	"fmt"
-	"io"
-	"net/http"
+	"log/slog"
 	"os"
 	"path/filepath"
-	"slices"
-	"strings"
 	"sync"
 	"time"
 
 	"bivy/client"
+	"bivy/internal/access"
 	"bivy/internal/api"
 	"bivy/internal/audit"
 	"bivy/internal/auth"
-	"bivy/internal/driver"
+	"bivy/internal/catalog"
+	"bivy/internal/driver/fake"
+	"bivy/internal/journal"
 	"bivy/internal/kind"
 	"bivy/internal/lifecycle"
+	"bivy/internal/node"
+	"bivy/internal/nodeinfo"
+	"bivy/internal/sandbox"
 	"bivy/internal/session"
+	"bivy/internal/store/sqlite"
 	"bivy/internal/template"
+	"bivy/internal/workgroup"
 )
 
-// Secrets of the keys that every Backend has, one of each role.
+// Tokens of the keys that every Backend has, one of each role. The id of each
+// key is the name of its role.
 const (
 	AdminSecret     = "e2b_aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"
 	DeveloperSecret = "e2b_dddddddddddddddddddddddddddddddddddddddd"
 	AuditorSecret   = "e2b_cccccccccccccccccccccccccccccccccccccccc"
 )
 
-// Backend implements every port of package api.
+// NodeID is the node of every Backend.
+const NodeID session.NodeID = "node-test"
+
+// A Resolver stands before the real templates when a session is created.
+// handled is false for names that it leaves to them.
+type Resolver func(ctx context.Context, name string, progress func(done, total int64, what string)) (handled bool, err error)
+
+// Options of Start.
+type Options struct {
+	Resolve Resolver     // nil: the real templates only
+	Log     *slog.Logger // nil: discard
+}
+
+// Backend is a running bivy without a listener.
 type Backend struct {
-	root   string
-	signer *audit.Signer
-	node   session.NodeID
+	Manager   *lifecycle.Manager
+	Store     *sqlite.Store
+	System    *journal.SystemRecord
+	Signing   *journal.Signing
+	Keys      *auth.Keyring
+	Templates *template.Store
+	Host      *fake.Host
+	Driver    *fake.Driver // its Script makes calls go wrong
 
-	mu        sync.Mutex
-	sessions  map[session.ID]*state
-	order     []session.ID // as created
-	creates   map[session.IdempotencyKey]session.ID
-	keys      keyStore
-	keyring   *auth.Keyring
-	templates []template.Listed
+	api     api.Options
+	resolve Resolver
+	cancel  context.CancelFunc
+	flush   func() // stops the record of the node, which then writes what it has counted
+	running sync.WaitGroup
+	mu      sync.Mutex
+	failed  error // of what runs
+	closers []func() error
 }
 
-type state struct {
-	s       session.Session
-	dir     string
-	events  []audit.Stored
-	head    audit.Head
-	seal    *audit.Seal
-	changed chan struct{} // closed and replaced with each event
-	procs   map[string]*process
-}
-
-// New makes a Backend that keeps the files of its sessions below root.
-func New(root string) *Backend {
-	b := &Backend{
-		root: root, signer: audit.GenerateSigner(), node: "test",
-		sessions: map[session.ID]*state{}, creates: map[session.IdempotencyKey]session.ID{},
+// Start starts a Backend with its files below dir and waits until it is ready.
+// It has the template base.
+func Start(ctx context.Context, dir string, o Options) (_ *Backend, err error) {
+	if o.Log == nil {
+		o.Log = slog.New(slog.DiscardHandler)
 	}
+	b := &Backend{resolve: o.Resolve, Host: &fake.Host{Dir: filepath.Join(dir, "host")}}
+	b.Driver = &fake.Driver{Host: b.Host}
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, b.Close())
+		}
+	}()
+	for _, d := range []string{dir, b.Host.Dir} {
+		if err := os.MkdirAll(d, 0o700); err != nil {
+			return nil, err
+		}
+	}
+	if b.Store, err = sqlite.Open(ctx, filepath.Join(dir, "store"), sqlite.Options{Log: o.Log}); err != nil {
+		return nil, err
+	}
+	b.closers = append(b.closers, b.Store.Close)
+	signer, err := audit.LoadSigner(dir, false)
+	if err != nil {
+		return nil, err
+	}
+	b.Signing = journal.NewSigning(dir, signer)
+	b.System = journal.NewSystemRecord(journal.SystemOptions{Store: b.Store, Node: NodeID, Signing: b.Signing, Access: access.Roles{}, Log: o.Log})
 	for token, role := range map[string]access.Role{AdminSecret: access.Admin, DeveloperSecret: access.Developer, AuditorSecret: access.Auditor} {
-		b.keys.keys = append(b.keys.keys, auth.Key{ID: string(role), Hash: sha256.Sum256([]byte(token)), Role: role, Label: string(role),
-			CreatedAt: time.Now().UTC(), CreatedBy: "test"})
+		k := auth.Key{ID: string(role), Hash: sha256.Sum256([]byte(token)), Role: role, Label: string(role), CreatedAt: time.Now(), CreatedBy: "test"}
+		if err := b.Store.PutKey(ctx, k); err != nil && !kind.Is(err, kind.Conflict) { // of an earlier Backend
+			return nil, err
+		}
 	}
-	b.templates = []template.Listed{{
-		Template: template.Template{
-			Digest: template.Digest("sha256:" + strings.Repeat("ab", 32)), ImageDigest: template.Digest("sha256:" + strings.Repeat("cd", 32)),
-			ImageBytes: 1 << 20, Source: "this host", Created: time.Now().UTC(), Config: template.Config{User: "user"},
-		},
-		Names: []template.Ref{{Name: "base", Tag: template.DefaultTag}},
-	}}
-	return b
+	if b.Keys, err = auth.Open(ctx, auth.Options{Store: b.Store, Record: b.System, Access: access.Roles{}, Log: o.Log}); err != nil {
+		return nil, err
+	}
+	if b.Templates, err = template.Open(filepath.Join(dir, "templates"), template.Options{Log: o.Log}); err != nil {
+		return nil, err
+	}
+	b.closers = append(b.closers, b.Templates.Close)
+	if err := b.buildBase(ctx, filepath.Join(dir, "base")); err != nil {
+		return nil, err
+	}
+	return b, b.start(ctx, dir, o.Log)
+}
+
+// buildBase makes a small image by the name base. Nothing runs from it: the
+// fake driver's sandboxes have directories of this host.
+func (b *Backend) buildBase(ctx context.Context, root string) error {
+	if err := os.MkdirAll(root, 0o755); err != nil {
+		return err
+	}
+	if err := os.WriteFile(filepath.Join(root, "hello"), []byte("hello\n"), 0o600); err != nil {
+		return err
+	}
+	_, err := b.Templates.Build(ctx, template.Spec{Version: 1, Name: "base", From: template.From{Directory: &template.Directory{Path: root}}}, nil)
+	return err
+}
+
+// start assembles the parts on the stores and runs them.
+func (b *Backend) start(ctx context.Context, dir string, log *slog.Logger) error {
+	work := workgroup.New()
+	records := journal.New(journal.Options{Store: b.Store, Work: work, Log: log, Poll: 20 * time.Millisecond})
+	n, err := node.New(node.Options{
+		Dir: filepath.Join(dir, "node"), Driver: b.Driver, Tick: 5 * time.Millisecond, Log: log,
+		Recorder: journal.NewRecorder(records, b.System, NodeID),
+	})
+	if err != nil {
+		return err
+	}
+	b.Manager, err = lifecycle.New(lifecycle.Options{
+		Store: b.Store, Journal: records, Work: work, Node: n, Templates: leases{b}, System: b.System, Signer: b.Signing,
+		Access: access.Roles{}, NodeID: NodeID, Log: log,
+	})
+	if err != nil {
+		return err
+	}
+	b.api = api.Options{
+		Sessions: b.Manager, Workload: b.Manager.Workload(), System: b.System, Keys: b.Keys,
+		Templates: catalog.New(b.Templates, b.System, access.Roles{}),
+		Node: nodeinfo.New(nodeinfo.Options{
+			Access: access.Roles{}, Version: client.Version{Version: "test", Go: "go", API: "v1"}, Signer: b.Signing.Signer, Examine: examine,
+		}),
+		DigestKey: []byte("the digest key of every test, 32 bytes or more"), Ready: b.Manager.Ready(), Log: log,
+	}
+	live, cancel := context.WithCancel(context.WithoutCancel(ctx))
+	b.cancel = cancel
+	b.run(func() error { return n.Run(live) })
+	b.run(func() error { return b.Manager.Run(live) })
+	b.run(func() error { b.Keys.Run(live); return nil })
+	counting, flush := context.WithCancel(live)
+	flushed := make(chan struct{})
+	b.flush = func() { flush(); <-flushed }
+	b.run(func() error {
+		defer close(flushed)
+		b.System.Run(counting)
+		return nil
+	})
+	select {
+	case <-b.Manager.Ready():
+		return nil
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+}
+
+// run runs f until Close, which waits for it.
+func (b *Backend) run(f func() error) {
+	b.running.Go(func() {
+		err := f()
+		b.mu.Lock()
+		defer b.mu.Unlock()
+		b.failed = errors.Join(b.failed, err)
+	})
+}
+
+func examine(context.Context) (client.Node, error) {
+	return client.Node{ID: string(NodeID), Driver: fake.Name, OK: true, Facts: []client.Fact{
+		{Name: "kernel", Status: client.FactOK, Found: "6.18", Means: "sandboxes can run"},
+		{Name: "kvm", Status: client.FactWarn, Found: "no /dev/kvm", Means: "the systrap platform is used", Hint: "nested virtualisation makes system calls cheaper"},
+	}}, nil
 }
 
 // Options returns what api.New makes a handler of, standing on b.
-func (b *Backend) Options() api.Options {
-	pub := b.signer.Public()
-	return api.Options{
-		Sessions: b, Commands: b, Files: b, Records: b, Templates: templates{b}, Keys: b.keyring,
-		AuditKey: client.AuditKey{Algorithm: "ed25519", PublicKey: string(pub.Export()), Fingerprint: pub.Fingerprint()},
-		Version:  client.Version{Version: "test", Go: "go", API: "v1"},
-		Node: func(context.Context) (client.Node, error) {
-			return client.Node{ID: string(b.node), Driver: "none", OK: true, Facts: []client.Fact{
-				{Name: "kernel", Status: client.FactOK, Found: "6.18", Means: "sandboxes can run"},
-				{Name: "kvm", Status: client.FactWarn, Found: "no /dev/kvm", Means: "the systrap platform is used", Hint: "nested virtualisation makes system calls cheaper"},
-			}}, nil
-		},
-	}
-}
+func (b *Backend) Options() api.Options { return b.api }
 
 // Handler serves the interface on b.
-func (b *Backend) Handler() (http.Handler, error) {
-	var err error
-	if b.keyring, err = auth.Open(context.Background(), &b.keys, nil); err != nil {
-		return nil, err
-	}
-	return api.New(b.Options())
-}
+func (b *Backend) Handler() (*api.Handler, error) { return api.New(b.api) }
 
 // PublicKey is the key that records are signed with.
-func (b *Backend) PublicKey() audit.PublicKey { return b.signer.Public() }
+func (b *Backend) PublicKey() audit.PublicKey { return b.Signing.Signer().Public() }
 
-func (b *Backend) appendLocked(st *state, entries ...audit.Entry) error {
-	for _, e := range entries {
-		ev, err := audit.Next(st.head, e, audit.Moment{Now: time.Now(), Boot: "00000000-0000-4000-8000-000000000000", Uptime: time.Since(st.s.CreatedAt)})
-		if err != nil {
-			return err
-		}
-		st.events = append(st.events, ev)
-		st.head = ev.Head()
-	}
-	close(st.changed)
-	st.changed = make(chan struct{})
-	return nil
-}
-
-// record appends to a session's record.
-func (b *Backend) record(id session.ID, entries ...audit.Entry) error {
+// Flush makes the record of the node write what it has counted, as it does
+// when the process stops. After it nothing more is counted into the record.
+func (b *Backend) Flush() error {
+	b.flush()
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	st, err := b.findLocked(id)
-	if err == nil && st.s.State == session.Ended {
-		err = kind.Errorf(kind.Conflict, "the record of session %s is sealed", id)
-	}
-	if err != nil {
-		return err
-	}
-	return b.appendLocked(st, entries...)
+	return b.failed
 }
 
-func (b *Backend) findLocked(id session.ID) (*state, error) {
-	st := b.sessions[id]
-	if st == nil {
-		return nil, kind.Errorf(kind.NotFound, "session %s does not exist", id)
+// Close stops what Start started and returns what went wrong in it. Sandboxes
+// of sessions that have not ended are destroyed.
+func (b *Backend) Close() error {
+	if b.cancel != nil {
+		b.cancel()
 	}
-	return st, nil
-}
-
-func (b *Backend) liveLocked(id session.ID) (*state, error) {
-	st, err := b.findLocked(id)
-	if err == nil && st.s.State != session.Running {
-		return nil, kind.Errorf(kind.Conflict, "session %s is %s", id, st.s.State).WithHint("make another one")
-	}
-	return st, err
-}
-
-// Create implements api.Sessions. Templates are named for what happens:
-// "missing", "broken", "panic", "slow" and "slow-broken" with news, "begun" with a
-// session that tells why it ended, and "stuck" until the caller goes.
-func (b *Backend) Create(ctx context.Context, req lifecycle.CreateRequest) (session.Session, lifecycle.Timing, error) {
-	spec := req.Spec.WithDefaults()
-	if err := spec.Validate(); err != nil {
-		return session.Session{}, nil, err
-	}
-	if spec.Template == "missing" {
-		return session.Session{}, nil, kind.Errorf(kind.NotFound, "template missing does not exist").
-			WithField("template").WithHint("templates: base")
-	}
-	if spec.Template == "broken" {
-		return session.Session{}, nil, errors.New("secret detail of a fault")
-	}
-	if spec.Template == "panic" {
-		panic("secret detail of a panic")
-	}
-	if spec.Template == "stuck" {
-		<-ctx.Done()
-		return session.Session{}, nil, ctx.Err()
-	}
-	if spec.Template == "slow" && req.Progress != nil {
-		for i := range int64(3) {
-			req.Progress(i+1, 3, "building slow")
-		}
-	}
-	if spec.Template == "slow-broken" && req.Progress != nil {
-		req.Progress(1, 2, "building slow-broken")
-		return session.Session{}, nil, kind.Errorf(kind.Exhausted, "no space left").WithField("template")
-	}
-	if spec.Template == "begun" {
-		return session.Session{ID: session.NewID(), State: session.Ended, Reason: session.CreateFailed}, nil,
-			kind.Errorf(kind.Exhausted, "no space left").WithField("template").WithHint("remove something")
-	}
-	digest, err := spec.Digest()
-	if err != nil {
-		return session.Session{}, nil, err
-	}
+	b.running.Wait()
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	if req.Key.Key != "" {
-		for k, id := range b.creates {
-			if k.Scope != req.Key.Scope || k.Key != req.Key.Key {
-				continue
-			}
-			if k.Digest != req.Key.Digest {
-				return session.Session{}, nil, kind.Errorf(kind.Conflict, "the idempotency key was used for another request")
-			}
-			return b.sessions[id].s, nil, nil
-		}
+	errs := []error{b.failed, b.destroyAll()}
+	b.failed = nil
+	for i := len(b.closers) - 1; i >= 0; i-- {
+		errs = append(errs, b.closers[i]())
 	}
-	now := time.Now().UTC()
-	id := session.NewID()
-	st := &state{dir: filepath.Join(b.root, string(id)), changed: make(chan struct{}), procs: map[string]*process{}, head: audit.Start(id)}
-	st.s = session.Session{ID: id, Version: 2, State: session.Running, Spec: spec, SpecDigest: digest, Owner: req.Owner, Node: b.node,
-		Generation: 1, Template: string(b.templates[0].Digest), CreatedAt: now, StartedAt: now, Deadline: now.Add(spec.Timeout.Duration())}
-	if err := os.MkdirAll(st.dir, 0o755); err != nil {
-		return session.Session{}, nil, err
-	}
-	b.sessions[id] = st
-	b.order = append(b.order, id)
-	if req.Key.Key != "" {
-		b.creates[req.Key] = id
-	}
-	err = b.appendLocked(st,
-		audit.Entry{Action: audit.SessionCreated, Outcome: audit.OK, Actor: req.Owner, Payload: map[string]any{"spec_digest": digest}},
-		audit.Entry{Action: audit.SessionRunning, Outcome: audit.OK, Actor: req.Owner, Sandbox: id.Sandbox(1)})
-	return st.s, lifecycle.Timing{{Name: "admit", Took: time.Millisecond}, {Name: "boot", Took: 2 * time.Millisecond}}, err
+	b.closers = nil
+	return errors.Join(errs...)
 }
 
-// Get implements api.Sessions.
-func (b *Backend) Get(_ context.Context, id session.ID) (session.Session, error) {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	st, err := b.findLocked(id)
+// Left returns how many sandboxes there are.
+func (b *Backend) Left() (int, error) {
+	found, err := b.Driver.List(context.Background())
+	return len(found), err
+}
+
+func (b *Backend) destroyAll() error {
+	found, err := b.Driver.List(context.Background())
+	for _, f := range found {
+		err = errors.Join(err, b.Driver.Destroy(context.Background(), f.ID))
+	}
+	return err
+}
+
+// leases implements lifecycle.Templates on the templates of a Backend.
+type leases struct{ b *Backend }
+
+// Resolve implements lifecycle.Templates.
+func (l leases) Resolve(ctx context.Context, name string, progress func(done, total int64, what string)) (sandbox.Template, error) {
+	if l.b.resolve != nil {
+		if handled, err := l.b.resolve(ctx, name, progress); err != nil {
+			return sandbox.Template{}, err
+		} else if handled {
+			name = "base"
+		}
+	}
+	t, err := l.b.Templates.Get(name)
 	if err != nil {
-		return session.Session{}, err
+		return sandbox.Template{}, kind.Errorf(kind.Of(err), "%w", err).WithField("template")
 	}
-	return st.s, nil
+	return sandbox.Template{Digest: string(t.Digest), ImageDigest: string(t.ImageDigest), Image: t.Image, Agent: []string{"/agent"}}, nil
 }
 
-// List implements api.Sessions; its cursor is the last id given.
-func (b *Backend) List(_ context.Context, f session.Filter, cursor string, limit int) ([]session.Session, string, error) {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	var page []session.Session
-	skipping := cursor != ""
-	for _, id := range slices.Backward(b.order) {
-		s := b.sessions[id].s
-		if skipping {
-			skipping = string(id) != cursor
-			continue
-		}
-		match := (f.Owner == "" || f.Owner == s.Owner.Subject) && (len(f.States) == 0 || slices.Contains(f.States, s.State))
-		for k, v := range f.Labels {
-			match = match && s.Spec.Labels[k] == v
-		}
-		if !match {
-			continue
-		}
-		if len(page) == limit {
-			return page, string(page[limit-1].ID), nil
-		}
-		page = append(page, s)
-	}
-	if skipping {
-		return nil, "", kind.Errorf(kind.Invalid, "%.40q is not a cursor", cursor).WithField("cursor")
-	}
-	return page, "", nil
+// Lease implements lifecycle.Templates.
+func (l leases) Lease(_ context.Context, digest, holder string) error {
+	return l.b.Templates.Lease(template.Digest(digest), holder)
 }
 
-// End implements api.Sessions.
-func (b *Backend) End(ctx context.Context, req lifecycle.EndRequest) (session.Session, error) {
-	b.mu.Lock()
-	st, err := b.findLocked(req.ID)
-	if err != nil {
-		b.mu.Unlock()
-		return session.Session{}, err
+// Release implements lifecycle.Templates.
+func (l leases) Release(_ context.Context, holder string) error {
+	all, err := l.b.Templates.List()
+	for _, t := range all {
+		err = errors.Join(err, l.b.Templates.Release(t.Digest, holder))
 	}
-	if st.s.State == session.Ended {
-		defer b.mu.Unlock()
-		return st.s, nil
-	}
-	st.s.State, st.s.Reason = session.Ending, req.Reason
-	procs := st.procs
-	st.procs = map[string]*process{}
-	b.mu.Unlock()
-	for _, p := range procs {
-		p.stop()
-	}
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	if st.s.State == session.Ended { // by another caller
-		return st.s, nil
-	}
-	err = b.appendLocked(st,
-		audit.Entry{Action: audit.SessionEnding, Outcome: audit.OK, Actor: req.Actor, Payload: map[string]any{"reason": req.Reason}},
-		audit.Entry{Action: audit.SessionEnded, Outcome: audit.OK, Actor: req.Actor})
-	if err != nil {
-		return session.Session{}, err
-	}
-	seal, err := b.signer.Seal(st.head, audit.Closeout{Session: st.s.ID, Owner: st.s.Owner, Reason: req.Reason,
-		CreatedAt: st.s.CreatedAt, StartedAt: st.s.StartedAt, EndedAt: time.Now(), SealedAt: time.Now()})
-	if err != nil {
-		return session.Session{}, err
-	}
-	st.seal = &seal
-	st.s.State, st.s.EndedAt = session.Ended, time.Now().UTC()
-	st.s.Version += 2
-	close(st.changed)
-	st.changed = make(chan struct{})
-	return st.s, os.RemoveAll(st.dir)
-}
-
-// SetTimeout implements api.Sessions.
-func (b *Backend) SetTimeout(_ context.Context, id session.ID, _ session.Principal, seconds session.Seconds) (session.Session, error) {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	st, err := b.liveLocked(id)
-	if err != nil {
-		return session.Session{}, err
-	}
-	st.s.Deadline = time.Now().UTC().Add(seconds.Duration())
-	st.s.Version++
-	return st.s, nil
-}
-
-// Stats implements api.Sessions.
-func (b *Backend) Stats(_ context.Context, id session.ID) (driver.Stats, error) {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	st, err := b.liveLocked(id)
-	if err != nil {
-		return driver.Stats{}, err
-	}
-	return driver.Stats{CPU: time.Second, MemoryBytes: 1 << 20, MemoryPeakBytes: 2 << 20, PIDs: int64(1 + len(st.procs))}, nil
-}
-
-// Events implements api.Records.
-func (b *Backend) Events(_ context.Context, id session.ID, after uint64, limit int, fn func(audit.Stored) error) error {
-	b.mu.Lock()
-	st, err := b.findLocked(id)
-	if err != nil {
-		b.mu.Unlock()
-		return err
-	}
-	events := st.events[min(after, uint64(len(st.events))):]
-	b.mu.Unlock()
-	for i, ev := range events {
-		if limit > 0 && i == limit {
-			return nil
-		}
-		if err := fn(ev); err != nil {
-			return err
-		}
-	}
-	return nil
-}
-
-// Watch implements api.Records.
-func (b *Backend) Watch(ctx context.Context, id session.ID, after uint64, fn func(audit.Stored) error) error {
-	for {
-		b.mu.Lock()
-		st, err := b.findLocked(id)
-		if err != nil {
-			b.mu.Unlock()
-			return err
-		}
-		events := st.events[min(after, uint64(len(st.events))):]
-		changed, over := st.changed, st.s.State == session.Ended
-		b.mu.Unlock()
-		for _, ev := range events {
-			if err := fn(ev); err != nil {
-				return err
-			}
-			after = ev.Event.Seq
-		}
-		if over {
-			return nil
-		}
-		select {
-		case <-changed:
-		case <-ctx.Done():
-			return ctx.Err()
-		}
-	}
-}
-
-// Export implements api.Records.
-func (b *Backend) Export(_ context.Context, id session.ID, w io.Writer) error {
-	b.mu.Lock()
-	st, err := b.findLocked(id)
-	if err != nil {
-		b.mu.Unlock()
-		return err
-	}
-	events, seal := st.events, st.seal
-	b.mu.Unlock()
-	return audit.Export(w, id, func(yield func(audit.Stored) error) error {
-		for _, ev := range events {
-			if err := yield(ev); err != nil {
-				return err
-			}
-		}
-		return nil
-	}, seal)
-}
-
-// templates implements api.Templates.
-type templates struct{ b *Backend }
-
-func (t templates) List() ([]template.Listed, error) {
-	t.b.mu.Lock()
-	defer t.b.mu.Unlock()
-	return slices.Clone(t.b.templates), nil
-}
-
-func (t templates) Get(name string) (template.Template, error) {
-	t.b.mu.Lock()
-	defer t.b.mu.Unlock()
-	i, err := t.findLocked(name)
-	if err != nil {
-		return template.Template{}, err
-	}
-	return t.b.templates[i].Template, nil
-}
-
-func (t templates) findLocked(name string) (int, error) {
-	ref, _ := template.ParseRef(name)
-	for i, l := range t.b.templates {
-		if string(l.Digest) == name || slices.Contains(l.Names, ref) {
-			return i, nil
-		}
-	}
-	return 0, kind.Errorf(kind.NotFound, "template %.200s does not exist", name).WithHint("bivy template ls shows those that do")
-}
-
-func (t templates) Build(_ context.Context, spec template.Spec, progress template.Progress) (template.Template, error) {
-	if progress == nil {
-		progress = func(template.Event) {}
-	}
-	progress(template.Event{Phase: "read", Done: 1, Total: 2})
-	if spec.From.Image != nil {
-		return template.Template{}, kind.Errorf(kind.Unavailable, "registry of %s: connection refused", spec.From.Image.Ref).WithField("from.image.ref")
-	}
-	var sum [32]byte
-	rand.Read(sum[:])
-	d := template.Digest(fmt.Sprintf("sha256:%x", sum))
-	l := template.Listed{Template: template.Template{Digest: d, ImageDigest: d, ImageBytes: 4096, Source: spec.From.Kind(), Created: time.Now().UTC(),
-		Config: template.Config{Env: spec.Env, User: spec.User, Workdir: spec.Workdir, Cmd: spec.Cmd}, Notes: []string{"2 device nodes left out"}}}
-	if spec.Name != "" {
-		ref, err := template.ParseRef(spec.Name)
-		if err != nil {
-			return template.Template{}, err
-		}
-		l.Names = []template.Ref{ref}
-	}
-	t.b.mu.Lock()
-	defer t.b.mu.Unlock()
-	t.b.templates = append(t.b.templates, l)
-	return l.Template, nil
-}
-
-func (t templates) Remove(name string) error {
-	t.b.mu.Lock()
-	defer t.b.mu.Unlock()
-	i, err := t.findLocked(name)
-	if err != nil {
-		return err
-	}
-	t.b.templates = slices.Delete(t.b.templates, i, i+1)
-	return nil
-}
-
-// keyStore implements auth.Store.
-type keyStore struct {
-	mu   sync.Mutex
-	keys []auth.Key
-}
-
-func (k *keyStore) PutKey(_ context.Context, key auth.Key) error {
-	k.mu.Lock()
-	defer k.mu.Unlock()
-	k.keys = append(k.keys, key)
-	return nil
-}
-
-func (k *keyStore) Keys(context.Context) ([]auth.Key, error) {
-	k.mu.Lock()
-	defer k.mu.Unlock()
-	return slices.Clone(k.keys), nil
-}
-
-func (k *keyStore) RevokeKey(_ context.Context, id string, at time.Time) error {
-	k.mu.Lock()
-	defer k.mu.Unlock()
-	for i := range k.keys {
-		if k.keys[i].ID == id {
-			k.keys[i].RevokedAt = at
-			return nil
-		}
-	}
-	return kind.Errorf(kind.NotFound, "key %.64s does not exist", id)
+	return err
 }

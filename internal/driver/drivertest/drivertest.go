@@ -8,6 +8,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"slices"
 	"strings"
 	"sync"
@@ -29,6 +30,15 @@ type Harness struct {
 	// Request describes a small sandbox whose first process is the agent that
 	// Exec talks to.
 	Request func(t *testing.T, id session.SandboxID) driver.StartRequest
+
+	// NewOutbound is New with a handler of what guests connect to. nil: not
+	// tried.
+	NewOutbound func(t *testing.T, root string, o driver.Outbound) driver.Driver
+
+	// Talk is a command inside that connects to an address and port, sends a
+	// text, prints the answer until the connection ends, and fails when it is
+	// refused.
+	Talk func(addr string, port uint16, text string) []string
 
 	// Port is where that agent listens.
 	Port uint16
@@ -84,13 +94,17 @@ func Run(t *testing.T, h Harness) {
 		{"DestroyIsRepeatable", destroyRepeatable},
 		{"DestroyWhileInUse", destroyInUse},
 		{"ListSeesAll", listAll},
+		{"Owners", owners},
 		{"RecoverAfterRestart", recoverRestart},
 		{"RecoverGone", recoverGone},
 		{"RestartWithoutHandle", restartWithoutHandle},
 		{"Pause", pause},
 		{"CheckpointAndRestore", checkpoint},
 		{"CheckpointAndStop", checkpointStop},
+		{"CheckpointOfPaused", checkpointPaused},
 		{"CheckpointRefusals", checkpointRefusals},
+		{"SetLimits", setLimits},
+		{"Outbound", outbound},
 		{"ExportChanges", exportChanges},
 		{"Stats", stats},
 		{"Inspect", inspect},
@@ -173,8 +187,8 @@ func (e *env) start() (session.SandboxID, driver.Handle) {
 	if err != nil {
 		e.Fatalf("Start(%s): %v", id, err)
 	}
-	if handle.Sandbox != id || handle.Driver != e.d.Name() {
-		e.Errorf("Start(%s) returned a handle of sandbox %q, driver %q", id, handle.Sandbox, handle.Driver)
+	if handle.Sandbox != id || handle.Driver != e.d.Name() || handle.Owner != e.h.Request(e.T, id).Owner {
+		e.Errorf("Start(%s) returned a handle of sandbox %q, driver %q, owner %+v", id, handle.Sandbox, handle.Driver, handle.Owner)
 	}
 	return id, handle
 }
@@ -369,7 +383,7 @@ func dialErrors(e *env) {
 	id, _ := e.start()
 	e.sh(id, "true")
 	_, err = e.d.Dial(e.ctx, id, 9)
-	e.wantKind("Dial of a port nobody listens on", err, kind.Unavailable)
+	e.wantKind("Dial of a port without a listener", err, kind.Unavailable)
 	ctx, cancel := context.WithCancel(e.ctx)
 	cancel()
 	if _, err := e.d.Dial(ctx, id, e.h.Port); !errors.Is(err, context.Canceled) {
@@ -438,10 +452,52 @@ func waitForExit(e *env) {
 	_, err = e.d.Dial(e.ctx, id, e.h.Port)
 	e.wantKind("Dial of a stopped sandbox", err, kind.Unavailable, kind.NotFound)
 	e.restart()
-	_, err = e.d.Recover(e.ctx, handle)
-	e.wantKind("Recover of a stopped sandbox", err, kind.NotFound)
-	if _, ok := e.found(id); ok {
-		e.Error("Recover said NotFound and left something behind")
+	for range 2 {
+		_, err = e.d.Recover(e.ctx, handle)
+		e.wantKind("Recover of a stopped sandbox", err, kind.NotFound)
+		if running, ok := e.found(id); running || !ok {
+			e.Errorf("after Recover List says running %v, there %v; want leftovers, which only Destroy removes", running, ok)
+		}
+	}
+	_, err = e.d.Start(e.ctx, e.h.Request(e.T, id))
+	e.wantKind("Start of an id that has leftovers", err, kind.Conflict)
+	e.destroy(id)
+	e.nothingLeft(e.ctx)
+}
+
+// owners are kept with the sandbox and shown by List, in the process that
+// started it and by the next one.
+func owners(e *env) {
+	want := map[session.SandboxID]driver.Owner{}
+	for _, o := range []driver.Owner{{Kind: driver.OwnedBySession, ID: "s"}, {Kind: driver.OwnedByPool, ID: "p"}, {Kind: driver.OwnedByTemplate, ID: "t"}} {
+		id := e.newID()
+		req := e.h.Request(e.T, id)
+		req.Owner = o
+		h, err := e.d.Start(e.ctx, req)
+		if err != nil {
+			e.Fatalf("Start: %v", err)
+		}
+		if h.Owner != o {
+			e.Errorf("the handle has owner %+v, want %+v", h.Owner, o)
+		}
+		want[id] = o
+	}
+	for range 2 {
+		all, err := e.d.List(e.ctx)
+		if err != nil {
+			e.Fatalf("List: %v", err)
+		}
+		got := map[session.SandboxID]driver.Owner{}
+		for _, f := range all {
+			got[f.ID] = f.Owner
+		}
+		if !maps.Equal(got, want) {
+			e.Errorf("List has owners %v, want %v", got, want)
+		}
+		e.restart()
+	}
+	for id := range want {
+		e.destroy(id)
 	}
 }
 
@@ -492,7 +548,7 @@ func destroyInUse(e *env) {
 	select {
 	case err := <-done:
 		if err == nil {
-			e.Error("a command in a destroyed sandbox came to a good end")
+			e.Error("a command in a destroyed sandbox succeeded")
 		}
 	case <-e.ctx.Done():
 		e.Fatal("a command in a destroyed sandbox still hangs")
@@ -562,7 +618,7 @@ func recoverGone(e *env) {
 }
 
 func restartWithoutHandle(e *env) {
-	// The caller died during Start, so nobody has the handle.
+	// The caller died during Start: the handle is lost.
 	id, _ := e.start()
 	e.restart()
 	if _, ok := e.found(id); !ok {

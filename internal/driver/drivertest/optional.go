@@ -6,9 +6,11 @@ import (
 	"context"
 	"errors"
 	"io"
+	"net/netip"
 	"os"
 	"path"
 	"path/filepath"
+	"slices"
 	"strings"
 	"time"
 
@@ -61,7 +63,7 @@ func checkpoint(e *env) {
 	e.sh(id, "echo kept > note; mkdir -p a/b; echo deep > a/b/c")
 	e.sh(id, "sleep 1000 >/dev/null 2>&1 </dev/null & echo $! > pid")
 	dir := e.emptyDir()
-	if err := c.Checkpoint(e.ctx, id, dir, true); err != nil {
+	if err := c.Checkpoint(e.ctx, id, dir, leave); err != nil {
 		e.Fatalf("Checkpoint: %v", err)
 	}
 	// The original goes on, and what it does now is not in the snapshot.
@@ -82,20 +84,23 @@ func checkpoint(e *env) {
 	}
 }
 
-func (e *env) emptyDir() string {
+// leave makes a checkpoint leave the sandbox as it was.
+var leave = driver.CheckpointOptions{Leave: true}
+
+func (e *env) emptyDir() driver.Dir {
 	e.Helper()
 	dir := filepath.Join(e.TempDir(), "snapshot")
 	if err := os.Mkdir(dir, 0o700); err != nil {
 		e.Fatal(err)
 	}
-	return dir
+	return driver.Dir(dir)
 }
 
-func (e *env) restore(dir string) session.SandboxID {
+func (e *env) restore(from driver.Source) session.SandboxID {
 	e.Helper()
 	id := e.newID()
 	req := e.h.Request(e.T, id)
-	req.Snapshot = dir
+	req.Snapshot = from
 	if _, err := e.d.Start(e.ctx, req); err != nil {
 		e.Fatalf("Start from a snapshot: %v", err)
 	}
@@ -107,7 +112,7 @@ func checkpointStop(e *env) {
 	id, _ := e.start()
 	e.sh(id, "echo kept > note")
 	dir := e.emptyDir()
-	if err := c.Checkpoint(e.ctx, id, dir, false); err != nil {
+	if err := c.Checkpoint(e.ctx, id, dir, driver.CheckpointOptions{}); err != nil {
 		e.Fatalf("Checkpoint: %v", err)
 	}
 	if _, err := e.d.Wait(e.ctx, id); err != nil && !kind.Is(err, kind.NotFound) {
@@ -122,34 +127,281 @@ func checkpointStop(e *env) {
 	}
 }
 
+// counter is a shell command in the background that appends to the file
+// "ticks" for as long as the guest runs.
+const counter = "(while :; do echo . >> ticks; sleep 0.01; done) >/dev/null 2>&1 </dev/null &"
+
+// checkpointPaused saves a paused sandbox: it does not run in between, is
+// still paused afterwards, and goes on when it is resumed.
+func checkpointPaused(e *env) {
+	c := optional[driver.Checkpointer](e, "Checkpointer", e.d.Capabilities().Snapshot)
+	p := optional[driver.Pauser](e, "Pauser", e.d.Capabilities().Pause)
+	id, _ := e.start()
+	e.sh(id, "echo kept > note; "+counter)
+	if err := p.Pause(e.ctx, id); err != nil {
+		e.Fatalf("Pause: %v", err)
+	}
+	first, second := e.emptyDir(), e.emptyDir()
+	for _, dir := range []driver.Dir{first, second} {
+		if err := c.Checkpoint(e.ctx, id, dir, leave); err != nil {
+			e.Fatalf("Checkpoint of a paused sandbox: %v", err)
+		}
+	}
+	answered := make(chan error, 1)
+	go func() {
+		_, _, err := e.h.Exec(e.ctx, e.d, id, "sh", "-c", "cat note")
+		answered <- err
+	}()
+	select {
+	case err := <-answered:
+		e.Errorf("a paused sandbox answers after its checkpoint (error %v)", err)
+	case <-time.After(100 * time.Millisecond):
+	}
+	// What the guest did while it was saved would be in the second copy only.
+	if !e.h.KeepsProcesses { // a copy whose counter goes on does not stand still
+		one, two := e.sh(e.restore(first), "wc -c < ticks"), e.sh(e.restore(second), "wc -c < ticks")
+		if one != two {
+			e.Errorf("the guest ran between two checkpoints: %s, then %s ticks", one, two)
+		}
+	}
+	if err := p.Resume(e.ctx, id); err != nil {
+		e.Fatalf("Resume after a checkpoint: %v", err)
+	}
+	before := e.sh(id, "cat note; wc -c < ticks")
+	if !strings.HasPrefix(before, "kept") {
+		e.Errorf("after the resume: %q", before)
+	}
+	for before == e.sh(id, "cat note; wc -c < ticks") { // ends with the test's context
+		continue
+	}
+	if got := e.sh(e.restore(second), "cat note"); got != "kept" {
+		e.Errorf("in the sandbox restored from a paused one: %q", got)
+	}
+
+	if err := p.Pause(e.ctx, id); err != nil {
+		e.Fatalf("Pause: %v", err)
+	}
+	last := e.emptyDir()
+	if err := c.Checkpoint(e.ctx, id, last, driver.CheckpointOptions{}); err != nil {
+		e.Fatalf("Checkpoint that stops a paused sandbox: %v", err)
+	}
+	if _, err := e.d.Wait(e.ctx, id); err != nil && !kind.Is(err, kind.NotFound) {
+		e.Errorf("Wait for a sandbox stopped by its checkpoint: %v", err)
+	}
+	e.destroy(id)
+	if got := e.sh(e.restore(last), "cat note"); got != "kept" {
+		e.Errorf("in the sandbox restored from a paused one that was stopped: %q", got)
+	}
+}
+
 func checkpointRefusals(e *env) {
 	c := optional[driver.Checkpointer](e, "Checkpointer", e.d.Capabilities().Snapshot)
-	e.wantKind("Checkpoint of an unknown sandbox", c.Checkpoint(e.ctx, e.newID(), e.emptyDir(), true), kind.NotFound)
+	e.wantKind("Checkpoint of an unknown sandbox", c.Checkpoint(e.ctx, e.newID(), e.emptyDir(), leave), kind.NotFound)
 	id, _ := e.start()
 	e.sh(id, "true")
-	full := e.emptyDir()
-	if err := os.WriteFile(filepath.Join(full, "something"), nil, 0o600); err != nil {
-		e.Fatal(err)
+	if err := c.Checkpoint(e.ctx, id, brokenSink{}, leave); !errors.Is(err, errBroken) {
+		e.Errorf("Checkpoint to a sink that fails: %v", err)
 	}
-	if err := c.Checkpoint(e.ctx, id, full, true); err == nil {
-		e.Error("Checkpoint into a directory that is not empty succeeded")
+	full := e.emptyDir()
+	if err := c.Checkpoint(e.ctx, id, full, leave); err != nil {
+		e.Fatalf("Checkpoint: %v", err)
+	}
+	if err := c.Checkpoint(e.ctx, id, full, leave); err == nil {
+		e.Error("Checkpoint onto the files of another succeeded")
 	}
 	e.sh(id, "echo unharmed")
 
-	bad := e.newID()
-	req := e.h.Request(e.T, bad)
-	req.Snapshot = e.emptyDir()
-	if _, err := e.d.Start(e.ctx, req); err == nil {
-		e.Error("Start from an empty directory as snapshot succeeded")
+	for what, from := range map[string]driver.Source{"an empty directory": e.emptyDir(), "a source that fails": brokenSink{}} {
+		bad := e.newID()
+		req := e.h.Request(e.T, bad)
+		req.Snapshot = from
+		if _, err := e.d.Start(e.ctx, req); err == nil {
+			e.Errorf("Start from %s as snapshot succeeded", what)
+		}
+		if _, ok := e.found(bad); ok {
+			e.Errorf("a Start from %s left something behind", what)
+		}
 	}
-	if _, ok := e.found(bad); ok {
-		e.Error("a Start from a bad snapshot left something behind")
+}
+
+// brokenSink is a Sink and a Source of nothing.
+type brokenSink struct{}
+
+func (brokenSink) Create(string) (*os.File, error) { return nil, errBroken }
+func (brokenSink) Open(string) (*os.File, error)   { return nil, errBroken }
+
+// setLimits lowers limits of a running sandbox, which then hold.
+func setLimits(e *env) {
+	l := optional[driver.Limiter](e, "Limiter", true)
+	e.wantKind("SetLimits of an unknown sandbox", l.SetLimits(e.ctx, e.newID(), driver.Limits{}), kind.NotFound)
+	id, handle := e.start()
+	e.sh(id, "true")
+	limits := e.h.Request(e.T, id).Limits
+	other := limits
+	other.DiskBytes += 1 << 20
+	e.wantKind("SetLimits with another disk", l.SetLimits(e.ctx, id, other), kind.Invalid)
+
+	limits.CPUMillis = 200
+	if limits.PIDs > 0 {
+		limits.PIDs--
 	}
+	for range 2 {
+		if err := l.SetLimits(e.ctx, id, limits); err != nil {
+			e.Fatalf("SetLimits: %v", err)
+		}
+	}
+	e.limitsHold(id)
+	e.restart()
+	if _, err := e.d.Recover(e.ctx, handle); err != nil {
+		e.Fatalf("Recover: %v", err)
+	}
+	e.limitsHold(id)
+	e.destroy(id)
+}
+
+// limitsHold checks that the limits of setLimits are those that the driver
+// wants and that they are enforced, as far as it claims to.
+func (e *env) limitsHold(id session.SandboxID) {
+	e.Helper()
+	if i, ok := e.d.(driver.Inspector); ok {
+		if p, err := i.Inspect(e.ctx, id); err != nil || !p.OK() {
+			e.Errorf("posture after SetLimits: %+v, %v", p, err)
+		}
+	}
+	s, ok := e.d.(driver.Statter)
+	if !ok || !slices.Contains(e.d.Capabilities().Limits, "cpu") {
+		return
+	}
+	before, err := s.Stats(e.ctx, id)
+	if err != nil {
+		e.Fatalf("Stats: %v", err)
+	}
+	began := time.Now()
+	if _, _, err := e.h.Exec(e.ctx, e.d, id, "timeout", "2", "sh", "-c", "while :; do :; done"); err != nil {
+		e.Fatalf("a busy loop: %v", err)
+	}
+	after, err := s.Stats(e.ctx, id)
+	if err != nil {
+		e.Fatalf("Stats: %v", err)
+	}
+	if share := float64(after.CPU-before.CPU) / float64(time.Since(began)); share > 0.35 {
+		e.Errorf("used %.2f cores with a limit lowered to 0.2", share)
+	}
+}
+
+// recorder is an Outbound that echoes and reports every flow.
+type recorder struct {
+	flows chan recorded
+}
+
+type recorded struct {
+	id  session.SandboxID
+	src netip.AddrPort
+	dst netip.AddrPort
+}
+
+// Ports that recorder treats in its own way.
+const (
+	refusedPort = 81
+	panicPort   = 82
+	stuckPort   = 83
+)
+
+func (r recorder) Flow(ctx context.Context, id session.SandboxID, f driver.Flow) {
+	r.flows <- recorded{id, f.Source(), f.Destination()}
+	switch f.Destination().Port() {
+	case refusedPort:
+		return
+	case panicPort:
+		panic("a handler that panics")
+	case stuckPort:
+		<-ctx.Done()
+		return
+	}
+	c, err := f.Accept()
+	if err != nil {
+		return
+	}
+	// What comes is sent back behind a prefix.
+	b := make([]byte, 64)
+	n, err := c.Read(b)
+	if err == nil {
+		_, _ = c.Write(append([]byte("echo:"), b[:n]...)) // an error shows in the guest
+	}
+}
+
+// outbound lets a guest connect to any address through a handler, and shows
+// that without one it is refused.
+func outbound(e *env) {
+	if e.h.NewOutbound == nil || e.h.Talk == nil {
+		e.Skip("the harness has no outbound handler")
+	}
+	dark, _ := e.start()
+	if out, exit, err := e.h.Exec(e.ctx, e.d, dark, e.h.Talk("192.0.2.7", 443, "hello")...); err != nil || exit == 0 {
+		e.Errorf("without a handler: exit %d, error %v, output %q; want it refused", exit, err, out)
+	}
+	e.destroy(dark)
+	if err := e.d.Close(); err != nil {
+		e.Fatalf("Close: %v", err)
+	}
+	r := recorder{flows: make(chan recorded, 1024)}
+	e.d = e.h.NewOutbound(e.T, e.root, r)
+	id, _ := e.start()
+	talk := func(addr string, port uint16) (string, int) {
+		e.Helper()
+		out, exit, err := e.h.Exec(e.ctx, e.d, id, e.h.Talk(addr, port, "hello")...)
+		if err != nil {
+			e.Fatalf("exec: %v", err)
+		}
+		return strings.TrimSpace(out), exit
+	}
+	reached := func(addr string, port uint16) {
+		e.Helper()
+		select {
+		case got := <-r.flows:
+			if got.id != id || got.dst != netip.AddrPortFrom(netip.MustParseAddr(addr), port) || !got.src.IsValid() {
+				e.Errorf("a connection to %s port %d came as %+v", addr, port, got)
+			}
+		case <-e.ctx.Done():
+			e.Fatalf("a connection to %s port %d does not reach the handler", addr, port)
+		}
+	}
+	for _, addr := range []string{"192.0.2.7", "203.0.113.9"} {
+		if out, exit := talk(addr, 443); exit != 0 || out != "echo:hello" {
+			e.Errorf("talk to %s: exit %d, %q", addr, exit, out)
+		}
+		reached(addr, 443)
+	}
+	for _, port := range []uint16{refusedPort, panicPort} {
+		if out, exit := talk("192.0.2.7", port); exit == 0 {
+			e.Errorf("port %d answered %q; want it refused", port, out)
+		}
+		reached("192.0.2.7", port)
+	}
+	// A handler that never returns holds one flow; the guest is reachable and
+	// its other connections come through.
+	e.sh(id, "("+shellQuote(e.h.Talk("192.0.2.7", stuckPort, "hello"))+") >/dev/null 2>&1 </dev/null &")
+	reached("192.0.2.7", stuckPort)
+	if out, exit := talk("192.0.2.8", 443); exit != 0 || out != "echo:hello" {
+		e.Errorf("beside a handler that hangs: exit %d, %q", exit, out)
+	}
+	reached("192.0.2.8", 443)
+	e.destroy(id)
+	e.nothingLeft(e.ctx)
+}
+
+func shellQuote(argv []string) string {
+	var words []string
+	for _, a := range argv {
+		words = append(words, "'"+strings.ReplaceAll(a, "'", `'\''`)+"'")
+	}
+	return strings.Join(words, " ")
 }
 
 func exportChanges(e *env) {
 	x := optional[driver.Exporter](e, "Exporter", e.d.Capabilities().Export)
-	e.wantKind("ExportChanges of an unknown sandbox", x.ExportChanges(e.ctx, e.newID(), io.Discard), kind.NotFound)
+	_, err := x.ExportChanges(e.ctx, e.newID(), io.Discard)
+	e.wantKind("ExportChanges of an unknown sandbox", err, kind.NotFound)
 	id, _ := e.start()
 	e.sh(id, "mkdir -p made/inner; printf content > made/inner/file; ln -s file made/inner/link; printf gone > gone; rm gone")
 	if e.h.Changeable != "" {
@@ -165,7 +417,7 @@ func exportChanges(e *env) {
 		}
 		e.checkExport(x, id)
 	}
-	if err := x.ExportChanges(e.ctx, id, brokenWriter{}); !errors.Is(err, errBroken) {
+	if _, err := x.ExportChanges(e.ctx, id, brokenWriter{}); !errors.Is(err, errBroken) {
 		e.Errorf("ExportChanges to a writer that fails: %v", err)
 	}
 	e.destroy(id)
@@ -180,7 +432,7 @@ func (brokenWriter) Write([]byte) (int, error) { return 0, errBroken }
 func (e *env) checkExport(x driver.Exporter, id session.SandboxID) {
 	e.Helper()
 	var buf bytes.Buffer
-	if err := x.ExportChanges(e.ctx, id, &buf); err != nil {
+	if _, err := x.ExportChanges(e.ctx, id, &buf); err != nil {
 		e.Fatalf("ExportChanges: %v", err)
 	}
 	entries := map[string]*tar.Header{}

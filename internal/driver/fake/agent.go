@@ -70,7 +70,7 @@ func (a *agent) stop() {
 	defer a.mu.Unlock()
 	for _, p := range a.procs {
 		select {
-		case <-p.over: // its number may be somebody else's by now
+		case <-p.over: // its number may have passed to another process
 		default:
 			p.kill()
 		}

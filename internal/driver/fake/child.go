@@ -32,7 +32,7 @@ const (
 // child is an agent that runs as a process of this machine.
 type child struct {
 	PID   int    `json:"pid"`
-	Birth string `json:"birth"` // start time in the kernel's ticks: a pid alone may be somebody else's
+	Birth string `json:"birth"` // start time in the kernel's ticks: a pid alone may have passed to another process
 
 	reaped chan struct{} // closes once it is; nil where another process started it
 }
@@ -185,7 +185,7 @@ func (c *child) await() {
 }
 
 // watch notes the exit of a child that another process started.
-func (c *child) watch(n *exitNote) {
+func (c *child) watch(n *stopping) {
 	go func() { // ends with the child, which Destroy ends
 		c.await()
 		n.set(driver.Exit{Code: -1})

@@ -3,11 +3,10 @@ package fake
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"net"
-	"os"
-	"path/filepath"
 	"sync"
 
 	"bivy/internal/driver"
@@ -21,9 +20,8 @@ const Name = "fake"
 // handleVersion is the version of State in this driver's handles.
 const handleVersion = 1
 
-// snapshotMark is the file that makes a directory a snapshot; it is written
-// last.
-const snapshotMark = "bivy-fake-snapshot"
+// filesName is the one file of a checkpoint: a tar of the sandbox's files.
+const filesName = "files.tar"
 
 // Driver is one process's view of a Host. The zero value has a Host of its
 // own.
@@ -42,6 +40,7 @@ var (
 	_ driver.Exporter     = (*Driver)(nil)
 	_ driver.Statter      = (*Driver)(nil)
 	_ driver.Inspector    = (*Driver)(nil)
+	_ driver.Limiter      = (*Driver)(nil)
 )
 
 func (d *Driver) host() *Host {
@@ -74,7 +73,7 @@ func (d *Driver) Start(ctx context.Context, req driver.StartRequest) (driver.Han
 			return err
 		}
 		defer func() { <-s.busy }()
-		if err = s.fill(); err == nil {
+		if err = s.fill(req.Snapshot); err == nil {
 			if err = h.run(ctx, s); err == nil {
 				err = s.save()
 			}
@@ -89,7 +88,7 @@ func (d *Driver) Start(ctx context.Context, req driver.StartRequest) (driver.Han
 			return err
 		}
 		state, err := json.Marshal(map[string]string{"dir": s.dir})
-		out = driver.Handle{Sandbox: req.ID, Driver: Name, Version: handleVersion, State: state}
+		out = driver.Handle{Sandbox: req.ID, Owner: req.Owner, Driver: Name, Version: handleVersion, State: state}
 		return err
 	})
 	if err != nil {
@@ -105,7 +104,7 @@ func (d *Driver) Recover(ctx context.Context, handle driver.Handle) (driver.Reco
 			return kind.Errorf(kind.Invalid, "sandbox %s: a handle of driver %q version %d, this is %s version %d",
 				handle.Sandbox, handle.Driver, handle.Version, Name, handleVersion)
 		}
-		_, err := d.host().takeBack(handle.Sandbox)
+		_, err := d.host().recover(handle.Sandbox)
 		return err
 	})
 	return driver.Recovery{}, err
@@ -122,7 +121,7 @@ func (d *Driver) Dial(ctx context.Context, id session.SandboxID, port uint16) (n
 		return err
 	})
 	if err != nil && c != nil {
-		c.Close() // the reply is lost, and with it the connection
+		c.Close() // a scripted fault loses the reply, and the connection with it
 		c = nil
 	}
 	return c, err
@@ -216,25 +215,20 @@ func (d *Driver) with(ctx context.Context, id session.SandboxID, f func(*sandbox
 	return f(s)
 }
 
-// Checkpoint writes the sandbox's files into dir. Processes cannot be written
-// down here, so they are not in it.
-func (d *Driver) Checkpoint(ctx context.Context, id session.SandboxID, dir string, leave bool) error {
+// Checkpoint writes the sandbox's files into one file of the sink. Processes
+// cannot be saved here, so they are not in it.
+func (d *Driver) Checkpoint(ctx context.Context, id session.SandboxID, to driver.Sink, o driver.CheckpointOptions) error {
 	return d.play(ctx, "Checkpoint", id, func(ctx context.Context) error {
 		return d.with(ctx, id, func(s *sandbox) error {
-			entries, err := os.ReadDir(dir)
+			f, err := to.Create(filesName)
 			if err != nil {
+				return kind.Errorf(kind.Invalid, "checkpoint of %s: %w", id, err)
+			}
+			err = exportTree(ctx, f, s.root(), "")
+			if err = errors.Join(err, f.Sync(), f.Close()); err != nil {
 				return err
 			}
-			if len(entries) > 0 {
-				return kind.Errorf(kind.Invalid, "%s is not empty", dir).WithField("dir")
-			}
-			if err := copyTree(filepath.Join(dir, "root"), s.root()); err != nil {
-				return err
-			}
-			if err := os.WriteFile(filepath.Join(dir, snapshotMark), nil, 0o600); err != nil {
-				return err
-			}
-			if !leave {
+			if !o.Leave {
 				s.exit.set(driver.Exit{})
 				s.halt()
 			}
@@ -243,9 +237,23 @@ func (d *Driver) Checkpoint(ctx context.Context, id session.SandboxID, dir strin
 	})
 }
 
-// ExportChanges writes what differs from the image.
-func (d *Driver) ExportChanges(ctx context.Context, id session.SandboxID, w io.Writer) error {
-	return d.play(ctx, "ExportChanges", id, func(ctx context.Context) error {
+// SetLimits keeps the limits, of which none is enforced.
+func (d *Driver) SetLimits(ctx context.Context, id session.SandboxID, l driver.Limits) error {
+	return d.play(ctx, "SetLimits", id, func(ctx context.Context) error {
+		return d.with(ctx, id, func(s *sandbox) error {
+			if l.DiskBytes != s.Request.Limits.DiskBytes {
+				return kind.Errorf(kind.Invalid, "the disk of %s has %d bytes and cannot be changed", id, s.Request.Limits.DiskBytes).WithField("limits.disk")
+			}
+			s.Request.Limits = l
+			return s.save()
+		})
+	})
+}
+
+// ExportChanges writes what differs from the image. Everything that a sandbox
+// has is in the directory that is its root, so the report is empty.
+func (d *Driver) ExportChanges(ctx context.Context, id session.SandboxID, w io.Writer) (driver.ChangeReport, error) {
+	return driver.ChangeReport{}, d.play(ctx, "ExportChanges", id, func(ctx context.Context) error {
 		return d.with(ctx, id, func(s *sandbox) error { return exportTree(ctx, w, s.root(), s.Base) })
 	})
 }
@@ -267,8 +275,8 @@ func (d *Driver) Stats(ctx context.Context, id session.SandboxID) (driver.Stats,
 	return out, err
 }
 
-// Inspect says that there is nothing to prove, which is as it should be for
-// a driver that claims no isolation.
+// Inspect returns a posture without isolation, which is what this driver
+// claims.
 func (d *Driver) Inspect(ctx context.Context, id session.SandboxID) (driver.Posture, error) {
 	err := d.play(ctx, "Inspect", id, func(context.Context) error {
 		_, err := d.host().running(id)

@@ -21,9 +21,9 @@ import (
 	"bivy/internal/session"
 )
 
-// Host is the machine that sandboxes are on. It is what survives a restart
-// of the daemon: in memory where the sandboxes are in-process, in Dir where
-// they are child processes.
+// Host is the machine that sandboxes are on. It survives a restart of the
+// daemon: in memory where the sandboxes are in-process, in Dir where they are
+// child processes.
 type Host struct {
 	// Dir keeps the sandboxes' directories; empty: temporary ones, and no
 	// other Host can find them.
@@ -38,8 +38,8 @@ type Host struct {
 	sandboxes map[session.SandboxID]*sandbox
 }
 
-// sandbox is one sandbox on a Host. Its lock is held by calls that change it,
-// one at a time, which is what serialises them.
+// sandbox is one sandbox on a Host. Calls that change it hold its busy slot,
+// one at a time.
 type sandbox struct {
 	ID      session.SandboxID   `json:"id"`
 	Request driver.StartRequest `json:"request"`
@@ -49,7 +49,7 @@ type sandbox struct {
 	dir   string
 	busy  chan struct{} // one slot
 	agent *agent
-	exit  *exitNote
+	exit  *stopping
 
 	mu       sync.Mutex
 	paused   chan struct{} // not nil while paused; closes at resume
@@ -57,16 +57,16 @@ type sandbox struct {
 	refused  uint64
 }
 
-// exitNote tells how a sandbox stopped.
-type exitNote struct {
+// stopping is set once, when the sandbox stops.
+type stopping struct {
 	once sync.Once
-	done chan struct{}
-	exit driver.Exit
+	done chan struct{} // closed by set
+	exit driver.Exit   // valid once done is closed
 }
 
-func newExitNote() *exitNote { return &exitNote{done: make(chan struct{})} }
+func newStopping() *stopping { return &stopping{done: make(chan struct{})} }
 
-func (n *exitNote) set(e driver.Exit) {
+func (n *stopping) set(e driver.Exit) {
 	n.once.Do(func() {
 		e.At = time.Now()
 		n.exit = e
@@ -74,7 +74,7 @@ func (n *exitNote) set(e driver.Exit) {
 	})
 }
 
-func (n *exitNote) stopped() bool {
+func (n *stopping) stopped() bool {
 	select {
 	case <-n.done:
 		return true
@@ -157,7 +157,7 @@ func (h *Host) Refuse(id session.SandboxID, packets uint64) {
 }
 
 // Forget makes the in-process agent of a sandbox lose its processes, as if it
-// had been replaced: nobody can say how they ended.
+// had been replaced: how they ended is not known.
 func (h *Host) Forget(id session.SandboxID) {
 	s, err := h.get(id)
 	if err != nil || s.agent == nil {
@@ -194,17 +194,20 @@ func (h *Host) Reboot() {
 		s.exit.set(driver.Exit{Code: -1, Signal: 9})
 		s.halt()
 		if h.Dir == "" {
-			os.RemoveAll(s.dir) // nobody could find it
+			os.RemoveAll(s.dir) // no other Host can find it
 		}
 	}
 }
 
-// add makes the sandbox's place and registers it, stopped still.
+// add makes the sandbox's directory and registers it; nothing runs in it yet.
 func (h *Host) add(req driver.StartRequest) (*sandbox, error) {
 	if _, _, err := req.ID.Split(); err != nil {
 		return nil, err
 	}
-	s := &sandbox{ID: req.ID, Request: req, busy: make(chan struct{}, 1), exit: newExitNote()}
+	// A snapshot is read by fill and is not part of what is saved.
+	saved := req
+	saved.Snapshot = nil
+	s := &sandbox{ID: req.ID, Request: saved, busy: make(chan struct{}, 1), exit: newStopping()}
 	s.busy <- struct{}{} // held by Start
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -228,6 +231,10 @@ func (h *Host) add(req driver.StartRequest) (*sandbox, error) {
 			return nil, err
 		}
 	}
+	// Before anything runs, so that leftovers say whose they are.
+	if err := s.save(); err != nil {
+		return nil, errors.Join(err, os.RemoveAll(s.dir))
+	}
 	if h.sandboxes == nil {
 		h.sandboxes = map[session.SandboxID]*sandbox{}
 	}
@@ -239,25 +246,26 @@ func exists(id session.SandboxID) error {
 	return kind.Errorf(kind.Conflict, "sandbox %s exists already", id)
 }
 
-// fill gives the sandbox its files: the image's when that is a directory, and
-// those of the snapshot.
-func (s *sandbox) fill() error {
+// fill gives the sandbox its files: those of the snapshot, or, without one,
+// those of the image when that is a directory.
+func (s *sandbox) fill(snapshot driver.Source) error {
 	if err := os.Mkdir(s.root(), 0o755); err != nil {
 		return err
 	}
 	if st, err := os.Stat(s.Request.Image); err == nil && st.IsDir() {
 		s.Base = s.Request.Image
-		if s.Request.Snapshot == "" {
-			return copyTree(s.root(), s.Base)
+	}
+	switch {
+	case snapshot != nil:
+		f, err := snapshot.Open(filesName)
+		if err != nil {
+			return kind.Errorf(kind.Invalid, "not a snapshot: %w", err).WithField("snapshot")
 		}
+		return errors.Join(importTree(s.root(), f), f.Close())
+	case s.Base != "":
+		return copyTree(s.root(), s.Base)
 	}
-	if s.Request.Snapshot == "" {
-		return nil
-	}
-	if _, err := os.Stat(filepath.Join(s.Request.Snapshot, snapshotMark)); err != nil {
-		return kind.Errorf(kind.Invalid, "%s is not a snapshot: %w", s.Request.Snapshot, err).WithField("snapshot")
-	}
-	return copyTree(s.root(), filepath.Join(s.Request.Snapshot, "root"))
+	return nil
 }
 
 // save writes what another Host needs to find the sandbox.
@@ -275,7 +283,7 @@ func load(dir string) (*sandbox, error) {
 	if err != nil {
 		return nil, err
 	}
-	s := &sandbox{dir: dir, busy: make(chan struct{}, 1), exit: newExitNote()}
+	s := &sandbox{dir: dir, busy: make(chan struct{}, 1), exit: newStopping()}
 	if err := json.Unmarshal(b, s); err != nil {
 		return nil, err
 	}
@@ -337,7 +345,7 @@ func (h *Host) remove(id session.SandboxID) error {
 		if found, err := load(dir); err == nil {
 			s = found
 		} else {
-			s = &sandbox{ID: id, dir: dir, exit: newExitNote()}
+			s = &sandbox{ID: id, dir: dir, exit: newStopping()}
 		}
 	}
 	s.exit.set(driver.Exit{Code: -1, Signal: 9})
@@ -359,14 +367,11 @@ func (h *Host) leftover(id session.SandboxID) bool {
 	return err == nil
 }
 
-// takeBack finds a sandbox that runs but that this Host does not have yet.
-func (h *Host) takeBack(id session.SandboxID) (*sandbox, error) {
+// recover finds a sandbox that runs but that this Host does not have yet.
+func (h *Host) recover(id session.SandboxID) (*sandbox, error) {
 	if s, err := h.get(id); err == nil {
 		if !s.exit.stopped() {
 			return s, nil
-		}
-		if err := h.remove(id); err != nil {
-			return nil, err
 		}
 		return nil, kind.Errorf(kind.NotFound, "sandbox %s has stopped", id)
 	}
@@ -375,10 +380,7 @@ func (h *Host) takeBack(id session.SandboxID) (*sandbox, error) {
 	}
 	s, err := load(filepath.Join(h.Dir, string(id)))
 	if err != nil || s.Child == nil || !s.Child.alive() {
-		if err := h.remove(id); err != nil {
-			return nil, err
-		}
-		return nil, kind.Errorf(kind.NotFound, "sandbox %s is gone", id)
+		return nil, kind.Errorf(kind.NotFound, "sandbox %s does not run any more", id)
 	}
 	s.Child.watch(s.exit)
 	h.mu.Lock()
@@ -398,7 +400,7 @@ func (h *Host) list() ([]driver.Found, error) {
 	h.mu.Lock()
 	found := make([]driver.Found, 0, len(h.sandboxes))
 	for id, s := range h.sandboxes {
-		found = append(found, driver.Found{ID: id, Running: !s.exit.stopped()})
+		found = append(found, driver.Found{ID: id, Owner: s.Request.Owner, Running: !s.exit.stopped()})
 	}
 	h.mu.Unlock()
 	if h.Dir == "" {
@@ -413,14 +415,17 @@ func (h *Host) list() ([]driver.Found, error) {
 		if _, _, err := id.Split(); err != nil || slices.ContainsFunc(found, func(f driver.Found) bool { return f.ID == id }) {
 			continue
 		}
-		s, err := load(filepath.Join(h.Dir, e.Name()))
-		found = append(found, driver.Found{ID: id, Running: err == nil && s.Child != nil && s.Child.alive()})
+		f := driver.Found{ID: id}
+		if s, err := load(filepath.Join(h.Dir, e.Name())); err == nil {
+			f.Owner, f.Running = s.Request.Owner, s.Child != nil && s.Child.alive()
+		}
+		found = append(found, f)
 	}
 	slices.SortFunc(found, func(a, b driver.Found) int { return strings.Compare(string(a.ID), string(b.ID)) })
 	return found, nil
 }
 
-// dial connects to the agent; no other port has anybody listening.
+// dial connects to the agent; nothing listens on other ports.
 func (h *Host) dial(ctx context.Context, id session.SandboxID, port uint16) (net.Conn, error) {
 	s, err := h.running(id)
 	if err != nil {

@@ -67,7 +67,7 @@ func (a *agent) Connect(ctx context.Context, req *connect.Request[pb.ConnectRequ
 	return p.follow(ctx, a.over, p.subscribe(), false, func(e *pb.ProcessEvent) error { return stream.Send(&pb.ConnectResponse{Event: e}) })
 }
 
-// lifetime is how long the caller lets the process live, 0 for ever.
+// lifetime is how long the caller lets the process live, 0 without a limit.
 func lifetime(ctx context.Context) time.Duration {
 	if at, ok := ctx.Deadline(); ok {
 		return max(time.Until(at), time.Millisecond)

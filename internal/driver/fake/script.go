@@ -19,7 +19,8 @@ const (
 	Die                        // all is done, the call succeeds, and the sandbox dies
 )
 
-// Fault makes calls of one method go wrong.
+// Fault makes calls of one method go wrong. It is a fail point: only tests
+// script faults.
 type Fault struct {
 	Method  string            // as in driver.Driver and its optional interfaces: "Start", "ExportChanges", …
 	Sandbox session.SandboxID // empty: any
@@ -29,7 +30,7 @@ type Fault struct {
 	Err     error           // of FailBefore and FailAfter; nil: one of kind Unavailable
 	Until   <-chan struct{} // of Stall; nil: until the call's context ends
 	Deaf    bool            // of Stall: the call's context is ignored too
-	Hit     chan<- struct{} // told, if it has room, each time the fault strikes
+	Hit     chan<- struct{} // sent to, if it has room, each time the fault is played
 }
 
 // script is the faults still to come.

@@ -103,6 +103,59 @@ func exportTree(ctx context.Context, w io.Writer, root, base string) error {
 	return errors.Join(err, tw.Close())
 }
 
+// importTree unpacks what exportTree wrote without a base into an empty
+// directory.
+func importTree(root string, r io.Reader) error {
+	dir, err := os.OpenRoot(root)
+	if err != nil {
+		return err
+	}
+	defer dir.Close()
+	var dirs []*tar.Header
+	tr := tar.NewReader(r)
+	for {
+		h, err := tr.Next()
+		if errors.Is(err, io.EOF) {
+			break
+		}
+		if err != nil {
+			return fmt.Errorf("snapshot: %w", err)
+		}
+		name := strings.TrimSuffix(h.Name, "/")
+		mode := h.FileInfo().Mode().Perm()
+		switch h.Typeflag {
+		case tar.TypeDir:
+			dirs = append(dirs, h)
+			err = dir.MkdirAll(name, mode|0o700)
+		case tar.TypeSymlink:
+			err = dir.Symlink(h.Linkname, name)
+		case tar.TypeReg:
+			if err = importFile(dir, name, mode, tr); err == nil {
+				err = dir.Chtimes(name, h.ModTime, h.ModTime)
+			}
+		}
+		if err != nil {
+			return fmt.Errorf("snapshot: %s: %w", name, err)
+		}
+	}
+	for i := len(dirs) - 1; i >= 0; i-- { // inner ones first, as in copyTree
+		name := strings.TrimSuffix(dirs[i].Name, "/")
+		if err := errors.Join(dir.Chmod(name, dirs[i].FileInfo().Mode().Perm()), dir.Chtimes(name, dirs[i].ModTime, dirs[i].ModTime)); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func importFile(dir *os.Root, name string, mode fs.FileMode, r io.Reader) error {
+	f, err := dir.OpenFile(name, os.O_CREATE|os.O_EXCL|os.O_WRONLY, mode)
+	if err != nil {
+		return err
+	}
+	_, err = io.Copy(f, r)
+	return errors.Join(err, f.Close())
+}
+
 // unchanged reports whether path is what old is. Directories count as changed
 // only when they are new or their mode is.
 func unchanged(path, old string) (bool, error) {
@@ -166,7 +219,7 @@ func writeEntry(tw *tar.Writer, path, rel string) error {
 		return err
 	}
 	defer f.Close()
-	// A file that grows meanwhile is cut at the size the header told.
+	// A file that grows meanwhile is cut at the size in its header.
 	if _, err := io.CopyN(tw, f, h.Size); err != nil {
 		return fmt.Errorf("%s: %w", rel, err)
 	}
@@ -188,7 +241,7 @@ func writeWhiteouts(tw *tar.Writer, root, base string) error {
 			return err
 		}
 		dir, name := filepath.Split(rel)
-		// Where a file took the directory's place, the file says it all.
+		// Where a file replaced the directory, the file's entry is enough.
 		if st, err := os.Lstat(filepath.Join(root, strings.TrimSuffix(dir, "/"))); err == nil && !st.IsDir() {
 			return fs.SkipDir
 		}

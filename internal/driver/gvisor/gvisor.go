@@ -1,20 +1,9 @@
-// Package gvisor isolates sandboxes with gVisor, embedded: it drives runsc's
-// container package in this process, and the sandboxes run bivy-sentry.
-//
-// Each sandbox is one gVisor container on an EROFS image without a gofer, with
-// a writable layer in memory, no host network and one wire (package link). Its
-// whole process tree is in one cgroup, whose limits are the session's.
-//
-// What runsc's Container does after New is not used where it would trust a
-// process id across restarts or keep state of its own: death is watched
-// through a pidfd, and destruction goes by cgroup.
 package gvisor
 
 import (
 	"context"
 	"errors"
 	"fmt"
-	"io/fs"
 	"log/slog"
 	"maps"
 	"net"
@@ -45,10 +34,13 @@ type Options struct {
 	Sentry string
 	// Cgroup is the name of the parent of all sandbox groups.
 	Cgroup string
+	// Outbound handles the TCP connections that guests open; nil: they are
+	// refused.
+	Outbound driver.Outbound
 	// DebugDir, when set, receives gVisor's debug logs. They contain guest
 	// data: never set it in production.
 	DebugDir string
-	Log      *slog.Logger
+	Log      *slog.Logger // nil: discard
 }
 
 // Driver implements driver.Driver and all its optional interfaces.
@@ -69,15 +61,16 @@ var (
 	_ driver.Exporter     = (*Driver)(nil)
 	_ driver.Statter      = (*Driver)(nil)
 	_ driver.Inspector    = (*Driver)(nil)
+	_ driver.Limiter      = (*Driver)(nil)
 )
 
 // Name of this driver in handles and records.
 const Name = "gvisor"
 
 // New prepares this process and host for sandboxes. It needs root. The
-// process's os.Stdin, os.Stdout and os.Stderr become /dev/null for gVisor's
-// sake, which hands them to every sandbox and changes their owner: who wants
-// to keep them takes them before.
+// process's os.Stdin, os.Stdout and os.Stderr become /dev/null, because gVisor
+// hands them to every sandbox and changes their owner: a program that needs
+// them keeps copies before.
 func New(opt Options) (*Driver, error) {
 	if os.Geteuid() != 0 {
 		return nil, kind.Errorf(kind.Unavailable, "gVisor sandboxes need root, this is uid %d", os.Geteuid()).
@@ -95,6 +88,9 @@ func New(opt Options) (*Driver, error) {
 		if err := os.MkdirAll(dir, 0o711); err != nil {
 			return nil, fmt.Errorf("gvisor root: %w", err)
 		}
+	}
+	if err := d.removeTemporary(); err != nil {
+		return nil, fmt.Errorf("gvisor root: %w", err)
 	}
 	for _, path := range []string{d.bundles(), opt.Sentry} {
 		if err := reachable(path); err != nil {
@@ -116,8 +112,8 @@ func New(opt Options) (*Driver, error) {
 	return d, nil
 }
 
-// reachable checks that a sentry, which is no user this host knows, can walk
-// to path: otherwise its start would fail without saying why.
+// reachable checks that a sentry, whose user has no rights on this host, can
+// walk to path: otherwise its start would fail without saying why.
 func reachable(path string) error {
 	path, err := filepath.EvalSymlinks(path)
 	if err != nil {
@@ -155,8 +151,8 @@ func (discard) Emit(int, log.Level, time.Time, string, ...any) {}
 
 func (d *Driver) stateDir() string { return filepath.Join(d.opt.Root, "state") }
 func (d *Driver) bundles() string  { return filepath.Join(d.opt.Root, "bundles") }
-func (d *Driver) bundle(id session.SandboxID) string {
-	return filepath.Join(d.bundles(), string(id))
+func (d *Driver) bundle(slot string) string {
+	return filepath.Join(d.bundles(), slot)
 }
 
 // Name implements driver.Driver.
@@ -176,13 +172,15 @@ func (d *Driver) Start(ctx context.Context, req driver.StartRequest) (driver.Han
 	if err := validate(req); err != nil {
 		return driver.Handle{}, err
 	}
-	s := newSandbox(d, req)
-	s.busy <- struct{}{} // nobody else has it yet
+	snapshot := req.Snapshot
+	req.Snapshot = nil // read once, at the start
+	s := newSandbox(d, newSlot(), req)
+	s.busy <- struct{}{} // not known to any other caller yet
 	defer s.release()
 	if err := d.claim(s); err != nil {
 		return driver.Handle{}, err
 	}
-	handle, err := s.start(ctx, req.Snapshot)
+	handle, err := s.start(ctx, snapshot)
 	if err != nil {
 		// On a context of its own: the caller's may be what failed.
 		if cleanup := s.destroy(context.WithoutCancel(ctx)); cleanup != nil {
@@ -198,12 +196,16 @@ func (d *Driver) Start(ctx context.Context, req driver.StartRequest) (driver.Han
 func (d *Driver) claim(s *sandbox) error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	_, err := os.Lstat(d.bundle(s.id))
-	if d.sandboxes[s.id] != nil || err == nil {
-		return kind.Errorf(kind.Conflict, "sandbox %s exists", s.id)
+	exists := d.sandboxes[s.id] != nil
+	if !exists {
+		slots, err := d.slotsOfLocked(s.id)
+		if err != nil {
+			return err
+		}
+		exists = len(slots) > 0
 	}
-	if !errors.Is(err, fs.ErrNotExist) {
-		return err
+	if exists {
+		return kind.Errorf(kind.Conflict, "sandbox %s exists", s.id)
 	}
 	d.sandboxes[s.id] = s
 	return nil
@@ -268,20 +270,39 @@ func (d *Driver) Destroy(ctx context.Context, id session.SandboxID) error {
 	if _, _, err := id.Split(); err != nil {
 		return err
 	}
-	s, err := d.find(id)
-	if err != nil {
-		// Leftovers of another process, or nothing at all.
-		s = newSandbox(d, driver.StartRequest{ID: id})
+	d.mu.Lock()
+	s := d.sandboxes[id]
+	var slots []string
+	var err error
+	if s == nil {
+		slots, err = d.slotsOfLocked(id)
 	}
+	d.mu.Unlock()
+	if err != nil {
+		return err
+	}
+	if s != nil {
+		return d.destroy(ctx, s)
+	}
+	// Leftovers of an earlier process; two slots of one id cannot be, and
+	// both would have to go.
+	var errs []error
+	for _, slot := range slots {
+		errs = append(errs, d.destroy(ctx, newSandbox(d, slot, driver.StartRequest{ID: id})))
+	}
+	return errors.Join(errs...)
+}
+
+func (d *Driver) destroy(ctx context.Context, s *sandbox) error {
 	// First without waiting for a turn: an operation may be waiting for a
 	// guest kernel that does not answer.
 	ctx, cancel := context.WithTimeout(ctx, killLimit)
 	defer cancel()
-	if err := errors.Join(s.killStrays(ctx), s.group.Kill(ctx)); err != nil {
+	if err := errors.Join(s.killUnplaced(ctx), s.group.Kill(ctx)); err != nil {
 		return err
 	}
 	if err := s.acquire(ctx); err != nil {
-		return fmt.Errorf("sandbox %s is busy: %w", id, err)
+		return fmt.Errorf("sandbox %s is busy: %w", s.id, err)
 	}
 	defer s.release()
 	if err := s.destroy(ctx); err != nil {
@@ -310,11 +331,11 @@ func (d *Driver) Close() error {
 		s.closeWire()
 		s.release()
 	}
-	// Ours only while sandboxes are in it; if there are, it stays.
+	// The parent group stays while there are sandboxes in it.
 	return d.host.RemoveIfEmpty()
 }
 
-// OutboundRefused is how much the sandbox tried to send of its own accord.
+// outboundRefused counts what the guest tried to send and was refused.
 func (s *sandbox) outboundRefused() uint64 {
 	if wire := s.wire.Load(); wire != nil {
 		return wire.Refused()
@@ -322,7 +343,7 @@ func (s *sandbox) outboundRefused() uint64 {
 	return 0
 }
 
-// Addresses inside every sandbox, for those who configure or test it.
+// Addresses inside every sandbox.
 var (
 	GuestAddress   = link.Guest
 	GatewayAddress = link.Gateway

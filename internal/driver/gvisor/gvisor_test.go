@@ -14,6 +14,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"testing"
 	"time"
@@ -25,6 +26,7 @@ import (
 	"bivy/internal/guest/guestclient"
 	"bivy/internal/guest/wire"
 	"bivy/internal/kind"
+	"bivy/internal/sandbox"
 	"bivy/internal/session"
 	"bivy/internal/testbed"
 )
@@ -49,6 +51,11 @@ func parentOf(root string) string {
 
 func newDriver(t *testing.T, root string) *gvisor.Driver {
 	t.Helper()
+	return newOutboundDriver(t, root, nil)
+}
+
+func newOutboundDriver(t *testing.T, root string, o driver.Outbound) *gvisor.Driver {
+	t.Helper()
 	if skip != "" {
 		t.Skip("skip: " + skip)
 	}
@@ -58,7 +65,7 @@ func newDriver(t *testing.T, root string) *gvisor.Driver {
 			t.Fatal(err)
 		}
 	}
-	d, err := gvisor.New(gvisor.Options{Root: filepath.Join(root, "gvisor"), Sentry: bed.Sentry, Cgroup: parentOf(root)})
+	d, err := gvisor.New(gvisor.Options{Root: filepath.Join(root, "gvisor"), Sentry: bed.Sentry, Cgroup: parentOf(root), Outbound: o})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -74,7 +81,9 @@ func newDriver(t *testing.T, root string) *gvisor.Driver {
 func request(id session.SandboxID) driver.StartRequest {
 	return driver.StartRequest{
 		ID: id, Image: bed.Template.Image, Args: []string{testbed.AgentPath}, Env: []string{testbed.Path}, Hostname: "bivy",
+		Owner:  driver.Owner{Kind: driver.OwnedBySession, ID: "test"},
 		Limits: driver.Limits{CPUMillis: 2000, MemoryBytes: 256 << 20, DiskBytes: 64 << 20, PIDs: 1024},
+		Shape:  driver.Shape{CPUs: 2, MemoryBytes: 256 << 20, DiskBytes: 64 << 20},
 	}
 }
 
@@ -128,8 +137,14 @@ func run(ctx context.Context, d driver.Driver, id session.SandboxID, argv ...str
 
 func TestContract(t *testing.T) {
 	drivertest.Run(t, drivertest.Harness{
-		New:        func(t *testing.T, root string) driver.Driver { return newDriver(t, root) },
-		Request:    func(t *testing.T, id session.SandboxID) driver.StartRequest { return request(id) },
+		New:     func(t *testing.T, root string) driver.Driver { return newDriver(t, root) },
+		Request: func(t *testing.T, id session.SandboxID) driver.StartRequest { return request(id) },
+		NewOutbound: func(t *testing.T, root string, o driver.Outbound) driver.Driver {
+			return newOutboundDriver(t, root, o)
+		},
+		Talk: func(addr string, port uint16, text string) []string {
+			return []string{"python3", "-c", "import socket, sys\ns = socket.create_connection((sys.argv[1], int(sys.argv[2])), 20)\ns.sendall(sys.argv[3].encode())\nb = b''\nwhile True:\n  x = s.recv(100)\n  if not x: break\n  b += x\nprint(b.decode())", addr, strconv.Itoa(int(port)), text}
+		},
 		Port:       agentPort,
 		Exec:       run,
 		Existing:   "/etc/issue",
@@ -218,19 +233,146 @@ func mustRun(t *testing.T, d *gvisor.Driver, id session.SandboxID, argv ...strin
 	return out
 }
 
-// TestGuestSeesItsLimits: what programs size themselves by is the limit, not
-// the host.
-func TestGuestSeesItsLimits(t *testing.T) {
+// shapeSeen is what programs inside size themselves by.
+func shapeSeen(t *testing.T, d *gvisor.Driver, id session.SandboxID) driver.Shape {
+	t.Helper()
+	var s driver.Shape
+	out := mustRun(t, d, id, "sh", "-c", "nproc; awk '/^MemTotal/ {print $2 * 1024}' /proc/meminfo; df --output=size -B1 / | tail -n 1")
+	if _, err := fmt.Sscan(out, &s.CPUs, &s.MemoryBytes, &s.DiskBytes); err != nil {
+		t.Fatalf("%v in %q", err, out)
+	}
+	return s
+}
+
+// TestGuestSeesItsShape: what the guest sees is what was asked for and not the
+// host, booted and restored. A restored sandbox has the processors and the
+// disk of the one that was saved and memory of its own, which is what
+// sandbox.Restorable relies on.
+func TestGuestSeesItsShape(t *testing.T) {
+	d := newDriver(t, t.TempDir())
+	for _, saved := range []driver.Shape{
+		{CPUs: 2, MemoryBytes: 256 << 20, DiskBytes: 64 << 20},
+		{CPUs: 4, MemoryBytes: 512 << 20, DiskBytes: 128 << 20},
+		{CPUs: 8, MemoryBytes: 192 << 20, DiskBytes: 64 << 20},
+	} {
+		as := func(s driver.Shape) func(*driver.StartRequest) {
+			return func(r *driver.StartRequest) {
+				r.Shape, r.Limits.MemoryBytes, r.Limits.DiskBytes = s, s.MemoryBytes, s.DiskBytes
+			}
+		}
+		id := start(t, d, as(saved))
+		if got := shapeSeen(t, d, id); got != saved {
+			t.Errorf("booted as %+v, the guest sees %+v", saved, got)
+		}
+		dir := driver.Dir(t.TempDir())
+		if err := d.Checkpoint(t.Context(), id, dir, driver.CheckpointOptions{}); err != nil {
+			t.Fatal(err)
+		}
+		more := saved
+		more.MemoryBytes += 64 << 20
+		for _, want := range []driver.Shape{saved, more} {
+			if !sandbox.Restorable(saved, want) {
+				t.Fatalf("%+v is not restorable as %+v", saved, want)
+			}
+			restored := start(t, d, func(r *driver.StartRequest) {
+				as(want)(r)
+				r.Snapshot = dir
+			})
+			if got := shapeSeen(t, d, restored); got != want {
+				t.Errorf("restored as %+v, the guest sees %+v", want, got)
+			}
+		}
+	}
+}
+
+// TestOnlyWhatIsRestorable: another number of processors or another disk is
+// not what a restored guest would see.
+func TestOnlyWhatIsRestorable(t *testing.T) {
 	d := newDriver(t, t.TempDir())
 	id := start(t, d, nil)
-	if out := mustRun(t, d, id, "grep", "MemTotal", "/proc/meminfo"); !strings.Contains(out, " 262144 kB") {
-		t.Errorf("meminfo says %q, want 262144 kB", out)
+	saved := shapeSeen(t, d, id)
+	dir := driver.Dir(t.TempDir())
+	if err := d.Checkpoint(t.Context(), id, dir, driver.CheckpointOptions{}); err != nil {
+		t.Fatal(err)
 	}
-	if out := mustRun(t, d, id, "nproc"); strings.TrimSpace(out) != "2" {
-		t.Errorf("nproc = %q", out)
+	other := saved
+	other.CPUs = 4
+	r := request(session.NewID().Sandbox(1))
+	r.Shape, r.Snapshot = other, dir
+	t.Cleanup(func() {
+		if err := d.Destroy(context.WithoutCancel(t.Context()), r.ID); err != nil {
+			t.Error(err)
+		}
+	})
+	if _, err := d.Start(t.Context(), r); err == nil && shapeSeen(t, d, r.ID) == other {
+		t.Error("a restored guest sees other processors than the saved one: Restorable is too strict")
 	}
-	if out := mustRun(t, d, id, "df", "--output=size", "-k", "/"); !strings.Contains(out, "65536") {
-		t.Errorf("df says %q, want a disk of 65536 KiB", out)
+	if sandbox.Restorable(saved, other) {
+		t.Error("another number of processors counts as restorable")
+	}
+}
+
+// TestSlots: nothing on the host is named by the sandbox's id, and a slot
+// without its label is listed and destroyed under its own name.
+func TestSlots(t *testing.T) {
+	root := t.TempDir()
+	d := newDriver(t, root)
+	r := request(session.NewID().Sandbox(1))
+	if _, err := d.Start(t.Context(), r); err != nil {
+		t.Fatal(err)
+	}
+	for _, what := range leftovers(t, root) {
+		if strings.Contains(what, string(r.ID)) {
+			t.Errorf("named by the sandbox: %s", what)
+		}
+	}
+	labels, err := filepath.Glob(filepath.Join(root, "gvisor", "bundles", "*", "sandbox"))
+	if err != nil || len(labels) != 1 {
+		t.Fatalf("labels: %v, %v", labels, err)
+	}
+	if b, err := os.ReadFile(labels[0]); err != nil || !bytes.Contains(b, []byte(r.ID)) {
+		t.Errorf("the label says %s, %v", b, err)
+	}
+	slot := session.SandboxID(filepath.Base(filepath.Dir(labels[0])))
+	if err := d.Close(); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Remove(labels[0]); err != nil {
+		t.Fatal(err)
+	}
+	// What a process that dies while it makes or removes a bundle leaves.
+	half := filepath.Join(root, "gvisor", "bundles", "."+string(session.NewID().Sandbox(0)))
+	if err := os.MkdirAll(filepath.Join(half, "root"), 0o711); err != nil {
+		t.Fatal(err)
+	}
+	d = newDriver(t, root)
+	if found, err := d.List(t.Context()); err != nil || len(found) != 1 || found[0] != (driver.Found{ID: slot, Running: true}) {
+		t.Errorf("list = %+v, %v; want slot %s", found, err, slot)
+	}
+	if err := d.Destroy(t.Context(), r.ID); err != nil {
+		t.Error(err)
+	}
+	if err := d.Destroy(t.Context(), slot); err != nil {
+		t.Error(err)
+	}
+	if left := leftovers(t, root); len(left) > 0 {
+		t.Errorf("left: %v", left)
+	}
+}
+
+// TestMemoryLimitBelowWhatIsHeld is refused, and the earlier limits hold.
+func TestMemoryLimitBelowWhatIsHeld(t *testing.T) {
+	d := newDriver(t, t.TempDir())
+	id := start(t, d, nil)
+	mustRun(t, d, id, "sh", "-c", "head -c 40M /dev/urandom > /root/held")
+	limits := request(id).Limits
+	limits.MemoryBytes = 16 << 20
+	if err := d.SetLimits(t.Context(), id, limits); !kind.Is(err, kind.Exhausted) {
+		t.Errorf("SetLimits: %v, want Exhausted", err)
+	}
+	mustRun(t, d, id, "true")
+	if p, err := d.Inspect(t.Context(), id); err != nil || !p.OK() {
+		t.Errorf("posture after a refused change: %+v, %v", p, err)
 	}
 }
 
@@ -333,8 +475,8 @@ func TestListenerFromBeforeTheSnapshot(t *testing.T) {
 	d := newDriver(t, t.TempDir())
 	id := start(t, d, nil)
 	mustRun(t, d, id, "sh", "-c", "mkdir -p /srv && echo served > /srv/f && cd /srv && (setsid python3 -m http.server 8000 --bind 0.0.0.0 >/dev/null 2>&1 </dev/null &) ; for i in $(seq 100); do curl -sf http://127.0.0.1:8000/f >/dev/null && exit 0; sleep 0.1; done; exit 1")
-	dir := t.TempDir()
-	if err := d.Checkpoint(t.Context(), id, dir, true); err != nil {
+	dir := driver.Dir(t.TempDir())
+	if err := d.Checkpoint(t.Context(), id, dir, driver.CheckpointOptions{Leave: true}); err != nil {
 		t.Fatal(err)
 	}
 	for range 2 {
@@ -354,7 +496,7 @@ func TestListenerFromBeforeTheSnapshot(t *testing.T) {
 	}
 }
 
-// TestExportIsOCI: deletions and replaced directories are told the OCI way.
+// TestExportIsOCI: deletions and replaced directories are written as OCI layers have them.
 func TestExportIsOCI(t *testing.T) {
 	d := newDriver(t, t.TempDir())
 	id := start(t, d, nil)
@@ -363,7 +505,7 @@ func TestExportIsOCI(t *testing.T) {
 	if err := d.Pause(t.Context(), id); err != nil {
 		t.Fatal(err)
 	}
-	if err := d.ExportChanges(t.Context(), id, &b); err != nil {
+	if _, err := d.ExportChanges(t.Context(), id, &b); err != nil {
 		t.Fatal(err)
 	}
 	names := map[string]byte{}
@@ -397,7 +539,7 @@ func TestExportIsOCI(t *testing.T) {
 }
 
 // TestRecoverWhilePaused: a frozen guest stays frozen through a restart, is
-// is exported as it is, and runs on only when it is told to.
+// exported as it is, and runs on only when it is resumed.
 func TestRecoverWhilePaused(t *testing.T) {
 	root := t.TempDir()
 	d := newDriver(t, root)
@@ -424,7 +566,7 @@ func TestRecoverWhilePaused(t *testing.T) {
 	}
 	size := func() int64 {
 		var b bytes.Buffer
-		if err := d.ExportChanges(t.Context(), r.ID, &b); err != nil {
+		if _, err := d.ExportChanges(t.Context(), r.ID, &b); err != nil {
 			t.Fatal(err)
 		}
 		for r := tar.NewReader(&b); ; {
@@ -453,13 +595,19 @@ func TestRecoverWhilePaused(t *testing.T) {
 // a deletion is a file.
 func TestExportOfLargeFilesAndForgedNames(t *testing.T) {
 	d := newDriver(t, t.TempDir())
-	id := start(t, d, func(r *driver.StartRequest) { r.Limits.DiskBytes = 512 << 20; r.Limits.MemoryBytes = 512 << 20 })
+	id := start(t, d, func(r *driver.StartRequest) {
+		r.Limits.DiskBytes, r.Limits.MemoryBytes = 512<<20, 512<<20
+		r.Shape.DiskBytes = 512 << 20
+	})
 	mustRun(t, d, id, "sh", "-c", "head -c 300M /dev/zero > /root/big; echo payload > /root/.wh.evil; echo after > /var/zzz; rm /etc/issue")
 	if err := d.Pause(t.Context(), id); err != nil {
 		t.Fatal(err)
 	}
 	read, write := io.Pipe()
-	go func() { write.CloseWithError(d.ExportChanges(t.Context(), id, write)) }() // ends with the read below
+	go func() { // ends with the read below
+		_, err := d.ExportChanges(t.Context(), id, write)
+		write.CloseWithError(err)
+	}()
 	sizes, marked := map[string]int64{}, map[string]bool{}
 	for r := tar.NewReader(read); ; {
 		h, err := r.Next()
@@ -499,12 +647,12 @@ func TestFloodedWire(t *testing.T) {
 	}
 }
 
-// TestBorrowedMarks: a process that only looks like a sentry is nobody's
-// sandbox, is not killed for one, and keeps none from being gone.
+// TestBorrowedMarks: a process that only looks like a sentry is not taken for
+// a sandbox, is not killed for one, and keeps none from being gone.
 func TestBorrowedMarks(t *testing.T) {
 	root := t.TempDir()
 	d := newDriver(t, root)
-	id := session.NewID().Sandbox(1)
+	id := session.NewID().Sandbox(0) // as a slot is named
 	pretender := exec.Command("/bin/sh", "-c", "echo up; read line", "--root="+filepath.Join(root, "gvisor", "state"), string(id))
 	pretender.Args[0] = "runsc-sandbox"
 	in, err := pretender.StdinPipe()

@@ -168,7 +168,7 @@ func statusOf(file string) (map[string]string, error) {
 
 // files checks what a process of the sandbox holds open: the image, /dev/null,
 // its own namespace's /proc, and what has no name in any file system. What a
-// nameless socket is connected to cannot be told from here.
+// nameless socket is connected to cannot be seen from here.
 func (p *inspection) files(pid int) error {
 	dir := fmt.Sprintf("/proc/%d/fd", pid)
 	entries, err := os.ReadDir(dir)
@@ -191,7 +191,7 @@ func (p *inspection) files(pid int) error {
 }
 
 // nameless reports whether a descriptor's link is to something that no path
-// leads to; deleted files are told by their suffix and do not count.
+// leads to; deleted files have a suffix and do not count.
 func nameless(to string) bool {
 	for _, prefix := range []string{"socket:[", "pipe:[", "anon_inode:", "/memfd:"} {
 		if strings.HasPrefix(to, prefix) {
@@ -206,8 +206,7 @@ func (p *inspection) limits() error {
 	if err != nil {
 		return err
 	}
-	l := p.sandbox.req.Limits
-	want := cgroup.Limits{CPUMillis: l.CPUMillis, MemoryBytes: l.MemoryBytes, PIDs: l.PIDs}
+	want := groupLimits(p.sandbox.req.Limits)
 	p.read = driver.Check{Name: "limits", Want: fmt.Sprintf("%+v", want), Got: fmt.Sprintf("%+v", got), OK: got == want}
 	return nil
 }

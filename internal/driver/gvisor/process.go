@@ -5,16 +5,12 @@ import (
 	"errors"
 	"fmt"
 	"os"
-	"path/filepath"
-	"strconv"
-	"strings"
 	"time"
 
 	"golang.org/x/sys/unix"
 
 	"bivy/internal/driver"
 	"bivy/internal/kind"
-	"bivy/internal/session"
 )
 
 // process is a sentry, held by a pidfd that cannot come to mean another.
@@ -117,8 +113,8 @@ func (s *sandbox) watch(pid int, child bool) error {
 		}
 		s.exit = exit
 		close(s.ended)
-		// Whoever talks to a dead guest would wait for ever. In turn: whoever
-		// destroys it is busy until it has ended.
+		// Without this, callers that talk to a dead guest would wait without end. In turn: a
+		// destroy holds the sandbox until it has ended.
 		s.busy <- struct{}{}
 		defer s.release()
 		s.closeWire()
@@ -126,7 +122,8 @@ func (s *sandbox) watch(pid int, child bool) error {
 	return nil
 }
 
-// reap collects a dead child. A code of -1 means that somebody else did.
+// reap collects a dead child. A code of -1 means that it was collected by
+// another part of the process.
 func reap(pid int) (code, signal int) {
 	var ws unix.WaitStatus
 	for {
@@ -143,39 +140,9 @@ func reap(pid int) (code, signal int) {
 	}
 }
 
-// strays finds sentry processes of this driver's root by the marks on them:
-// our binary, our root, the sandbox's id as last argument; all ids when id is
-// empty. A start that was cut short may have left one outside every group and
-// without a state file.
-func (d *Driver) strays(id session.SandboxID) ([]*process, error) {
-	ids, err := d.scan()
-	if err != nil {
-		return nil, err
-	}
-	var found []*process
-	for pid, owner := range ids {
-		if id != "" && owner != id {
-			continue
-		}
-		p, err := open(pid)
-		if err != nil {
-			continue // ended by itself meanwhile
-		}
-		// Looked at again through what is now held: the pid may have passed
-		// to another process in between.
-		if again, ok := d.owner(pid); !ok || again != owner {
-			p.pidfd.Close()
-			continue
-		}
-		found = append(found, p)
-	}
-	return found, nil
-}
-
-// placeEarly moves the sentry into its group while it boots, which takes the
-// kernel ten milliseconds that nobody then waits for. It is no more than a
-// head start: what counts is the pass that follows, which finds what was
-// missed. The returned function ends it.
+// placeEarly moves the sentry into its group while it boots. The move takes the
+// kernel ten milliseconds, which then pass beside the boot. It does not have to
+// succeed: PlaceTree is called again afterwards. The returned function ends it.
 func (s *sandbox) placeEarly() (stop func()) {
 	over, done := make(chan struct{}), make(chan struct{})
 	go func() { // waited for by stop
@@ -188,7 +155,7 @@ func (s *sandbox) placeEarly() (stop func()) {
 				return
 			case <-tick.C:
 			}
-			pid, ok := s.born()
+			pid, ok := s.d.findChild(s.slot)
 			if !ok {
 				continue
 			}
@@ -199,116 +166,4 @@ func (s *sandbox) placeEarly() (stop func()) {
 		}
 	}()
 	return func() { close(over); <-done }
-}
-
-// born finds the sentry among this process's children, once it executes.
-func (s *sandbox) born() (pid int, ok bool) {
-	children, err := filepath.Glob("/proc/self/task/*/children")
-	if err != nil {
-		return 0, false
-	}
-	for _, file := range children {
-		b, err := os.ReadFile(file)
-		if err != nil {
-			continue // of a thread that ended meanwhile
-		}
-		for _, f := range strings.Fields(string(b)) {
-			pid, err := strconv.Atoi(f)
-			if err != nil {
-				continue
-			}
-			if id, ok := s.d.owner(pid); ok && id == s.id {
-				return pid, true
-			}
-		}
-	}
-	return 0, false
-}
-
-// scan lists the sentries of this root, by pid.
-func (d *Driver) scan() (map[int]session.SandboxID, error) {
-	entries, err := os.ReadDir("/proc")
-	if err != nil {
-		return nil, err
-	}
-	found := map[int]session.SandboxID{}
-	for _, e := range entries {
-		pid, err := strconv.Atoi(e.Name())
-		if err != nil {
-			continue
-		}
-		if id, ok := d.owner(pid); ok {
-			found[pid] = id
-		}
-	}
-	return found, nil
-}
-
-// isSentry reports whether a process runs as the user that only sentries are:
-// any user of the host can give a process of its own the marks, but not that.
-func isSentry(pid int) bool {
-	status, err := statusOf(fmt.Sprintf("/proc/%d/status", pid))
-	if err != nil {
-		return false
-	}
-	real, _, _ := strings.Cut(status["Uid"], "\t")
-	uid, err := strconv.ParseInt(real, 10, 64)
-	return err == nil && uid >= hostID && uid < hostID+idCount
-}
-
-// owner reads whose sentry a process is, if it is one of ours. Guests cannot
-// fake it: their processes have no command line on the host but the stub's.
-func (d *Driver) owner(pid int) (session.SandboxID, bool) {
-	b, err := os.ReadFile(filepath.Join("/proc", strconv.Itoa(pid), "cmdline"))
-	if err != nil || len(b) == 0 {
-		return "", false
-	}
-	args := strings.Split(strings.TrimSuffix(string(b), "\x00"), "\x00")
-	if args[0] != "runsc-sandbox" || !isSentry(pid) {
-		return "", false
-	}
-	id := session.SandboxID(args[len(args)-1])
-	for _, a := range args {
-		if a == "--root="+d.stateDir() {
-			_, _, err := id.Split()
-			return id, err == nil
-		}
-	}
-	return "", false
-}
-
-// List implements driver.Driver: the union of processes, groups, bundles and
-// runsc's own state.
-func (d *Driver) List(ctx context.Context) ([]driver.Found, error) {
-	running, err := d.scan()
-	if err != nil {
-		return nil, err
-	}
-	all := map[session.SandboxID]bool{}
-	for _, id := range running {
-		all[id] = true
-	}
-	var names []string
-	entries, err := os.ReadDir(d.bundles())
-	if err != nil {
-		return nil, err
-	}
-	for _, e := range entries {
-		names = append(names, e.Name())
-	}
-	groups, err := d.host.List()
-	if err != nil {
-		return nil, err
-	}
-	for _, name := range append(names, groups...) {
-		id := session.SandboxID(name)
-		if _, _, err := id.Split(); err == nil && !all[id] {
-			all[id] = false
-		}
-	}
-	found := make([]driver.Found, 0, len(all))
-	for id, up := range all {
-		found = append(found, driver.Found{ID: id, Running: up})
-	}
-	return found, ctx.Err()
 }

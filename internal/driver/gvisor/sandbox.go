@@ -30,20 +30,24 @@ import (
 // handleVersion is the version of handleState.
 const handleVersion = 1
 
-// handleState is what a later process needs: how the sandbox was asked for.
-// Which process it is, the process itself says (owner).
+// handleState is what a later process needs and the host does not say.
 type handleState struct {
-	Request driver.StartRequest `json:"request"`
+	Slot   string        `json:"slot"`
+	Image  string        `json:"image"`
+	Limits driver.Limits `json:"limits"` // as started; see limitsFile
 }
 
 // sandbox is one incarnation as this process knows it.
 type sandbox struct {
 	d     *Driver
 	id    session.SandboxID
-	req   driver.StartRequest
+	slot  string // names everything that it has on the host
 	group *cgroup.Group
 
-	busy   chan struct{} // holds one token: one operation at a time; guards what follows
+	placed atomic.Bool // all its processes are in the group
+
+	busy   chan struct{}       // holds one token: one operation at a time; guards what follows
+	req    driver.StartRequest // without the snapshot
 	runsc  *runsc.Sandbox
 	wire   atomic.Pointer[link.Link] // read without a turn
 	proc   *process
@@ -54,8 +58,8 @@ type sandbox struct {
 	exit  driver.Exit   // valid after ended
 }
 
-func newSandbox(d *Driver, req driver.StartRequest) *sandbox {
-	return &sandbox{d: d, id: req.ID, req: req, group: d.host.Group(string(req.ID)), busy: make(chan struct{}, 1), ended: make(chan struct{})}
+func newSandbox(d *Driver, slot string, req driver.StartRequest) *sandbox {
+	return &sandbox{d: d, id: req.ID, slot: slot, req: req, group: d.host.Group(slot), busy: make(chan struct{}, 1), ended: make(chan struct{})}
 }
 
 // acquire waits for the operation in progress; release lets the next one in.
@@ -71,8 +75,8 @@ func (s *sandbox) acquire(ctx context.Context) error {
 func (s *sandbox) release() { <-s.busy }
 
 // do runs one operation on a running sandbox. When ctx ends first the caller
-// is told so and the operation goes on: a guest kernel that has stopped
-// answering ends it by being destroyed, which needs no answer of its.
+// gets its error and the operation goes on: when a guest kernel does not
+// answer, destroying the sandbox ends the operation.
 func (s *sandbox) do(ctx context.Context, op func() error) error {
 	if err := s.acquire(ctx); err != nil {
 		return err
@@ -107,7 +111,7 @@ func (s *sandbox) orKill(ctx context.Context, part func() error) error {
 	killing, cancel := context.WithTimeout(context.WithoutCancel(ctx), killLimit)
 	defer cancel()
 	for {
-		err := s.killStrays(killing)
+		err := s.killUnplaced(killing)
 		select {
 		case partErr := <-done:
 			return errors.Join(ctx.Err(), partErr)
@@ -146,20 +150,23 @@ func (s *sandbox) alive() bool {
 
 // start makes everything of the sandbox; the caller destroys it when it
 // fails. Called busy.
-func (s *sandbox) start(ctx context.Context, snapshot string) (driver.Handle, error) {
-	bundle := s.d.bundle(s.id)
+func (s *sandbox) start(ctx context.Context, snapshot driver.Source) (driver.Handle, error) {
+	bundle := s.d.bundle(s.slot)
 	oci := spec(s.req, bundle)
-	if err := writeBundle(bundle, oci, s.req.Limits); err != nil {
+	err := s.d.makeBundle(s.slot, label{Sandbox: s.id, Owner: s.req.Owner})
+	if err == nil {
+		err = writeBundle(bundle, oci, s.req.Shape)
+	}
+	if err != nil {
 		return driver.Handle{}, hostError(fmt.Errorf("bundle of %s: %w", s.id, err))
 	}
-	limits := cgroup.Limits{CPUMillis: s.req.Limits.CPUMillis, MemoryBytes: s.req.Limits.MemoryBytes, PIDs: s.req.Limits.PIDs}
-	if err := s.group.Create(limits); err != nil {
+	if err := s.group.Create(groupLimits(s.req.Limits)); err != nil {
 		return driver.Handle{}, hostError(fmt.Errorf("limits of %s: %w", s.id, err))
 	}
 	var c *container.Container
-	err := s.orKill(ctx, func() (err error) {
+	err = s.orKill(ctx, func() (err error) {
 		defer s.placeEarly()()
-		c, err = container.New(s.d.conf, container.Args{ID: string(s.id), Spec: oci, BundleDir: bundle})
+		c, err = container.New(s.d.conf, container.Args{ID: s.slot, Spec: oci, BundleDir: bundle})
 		return err
 	})
 	if err != nil {
@@ -169,10 +176,11 @@ func (s *sandbox) start(ctx context.Context, snapshot string) (driver.Handle, er
 	if err := s.watch(c.Sandbox.Pid.Load(), true); err != nil {
 		return driver.Handle{}, err
 	}
-	// Before anything of the guest runs; what is made later is born inside.
+	// Before anything of the guest runs; processes made later start inside.
 	if err := s.group.PlaceTree(s.proc.Pid); err != nil {
 		return driver.Handle{}, fmt.Errorf("limits of %s: %w", s.id, err)
 	}
+	s.placed.Store(true)
 	if err := s.orKill(ctx, func() error { return s.run(c, snapshot) }); err != nil {
 		return driver.Handle{}, err
 	}
@@ -182,11 +190,11 @@ func (s *sandbox) start(ctx context.Context, snapshot string) (driver.Handle, er
 	if err := ctx.Err(); err != nil {
 		return driver.Handle{}, err
 	}
-	state, err := json.Marshal(handleState{Request: s.req})
+	state, err := json.Marshal(handleState{Slot: s.slot, Image: s.req.Image, Limits: s.req.Limits})
 	if err != nil {
 		return driver.Handle{}, err
 	}
-	return driver.Handle{Sandbox: s.id, Driver: Name, Version: handleVersion, State: state}, nil
+	return driver.Handle{Sandbox: s.id, Owner: s.req.Owner, Driver: Name, Version: handleVersion, State: state}, nil
 }
 
 // offerStubs makes guest processes the kernel's choice when the memory limit
@@ -207,7 +215,7 @@ func (s *sandbox) offerStubs() error {
 	return nil
 }
 
-// stubScore is short of 1000, which is never to be spared by anybody.
+// stubScore is short of 1000, the score of what the kernel kills first of all.
 const stubScore = "900"
 
 // openLink takes the host's end of the wire out of the sentry, which made it.
@@ -217,15 +225,19 @@ func (s *sandbox) openLink() error {
 		return fmt.Errorf("link of %s: %w", s.id, err)
 	}
 	link.Widen(fd)
-	wire, err := link.Open(fd)
+	o := link.Options{Log: s.d.log.With("sandbox", s.id)}
+	if out := s.d.opt.Outbound; out != nil {
+		o.Outbound = func(ctx context.Context, f *link.Flow) { out.Flow(ctx, s.id, f) }
+	}
+	wire, err := link.Open(fd, o)
 	if err == nil {
 		s.wire.Store(wire)
 	}
 	return err
 }
 
-// run starts the guest.
-func (s *sandbox) run(c *container.Container, snapshot string) error {
+// run starts the guest: from the snapshot, or by booting it.
+func (s *sandbox) run(c *container.Container, snapshot driver.Source) error {
 	if err := s.openLink(); err != nil {
 		return err
 	}
@@ -236,21 +248,21 @@ func (s *sandbox) run(c *container.Container, snapshot string) error {
 	link.Widen(fd)
 	guestEnd := os.NewFile(uintptr(fd), "guest's end of the link")
 	defer guestEnd.Close()
-	args := networkArgs(guestEnd, snapshot != "")
-	if snapshot != "" {
-		if err := c.Sandbox.Restore(s.d.conf, c.Spec, c.ID, snapshot, false, false, args); err != nil {
-			return fmt.Errorf("restore %s: %w", s.id, s.explain(err))
-		}
-		return nil
-	}
 	conn, err := client.ConnectTo(c.Sandbox.ControlSocketPath)
 	if err != nil {
 		return fmt.Errorf("control socket of %s: %w", s.id, err)
 	}
 	defer conn.Close()
-	// What Container.Start does, but with our wire instead of its none.
-	if err := conn.Call(boot.ContMgrSetNetworkArgs, args, nil); err != nil {
+	// What Container.Start and Container.Restore do, but with our wire in
+	// place of their network, and with the files of any Source.
+	if err := conn.Call(boot.ContMgrSetNetworkArgs, networkArgs(guestEnd, snapshot != nil), nil); err != nil {
 		return fmt.Errorf("link of %s: %w", s.id, err)
+	}
+	if snapshot != nil {
+		if err := restore(conn, snapshot); err != nil {
+			return fmt.Errorf("restore %s: %w", s.id, s.explain(err))
+		}
+		return nil
 	}
 	if err := conn.Call(boot.ContMgrRootContainerStart, &c.ID, nil); err != nil {
 		return fmt.Errorf("start %s: %w", s.id, s.explain(err))
@@ -267,7 +279,7 @@ func (s *sandbox) explain(err error) error {
 	return err
 }
 
-// hostError gives an error of the host's the kind that its cause has.
+// hostError gives an error of the host the kind of its cause.
 func hostError(err error) error {
 	if errors.Is(err, unix.ENOSPC) || errors.Is(err, unix.EDQUOT) || errors.Is(err, unix.EAGAIN) || errors.Is(err, unix.ENOMEM) {
 		return kind.Errorf(kind.Exhausted, "%w", err).WithHint("free disk, memory or processes on this host")
@@ -303,15 +315,15 @@ func (s *sandbox) destroy(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, killLimit)
 	defer cancel()
 	if err := s.killAll(ctx); err != nil {
-		return err // alive: its id, files and group stay reserved
+		return err // it lives: its slot stays taken
 	}
 	var errs []error
 	errs = append(errs, s.removeState(), s.group.Remove())
-	// Last: as long as the bundle is there, the id is claimed and listed.
+	// Last: as long as the bundle is there, the id is taken and listed.
 	if err := errors.Join(errs...); err != nil {
 		return err
 	}
-	return os.RemoveAll(s.d.bundle(s.id))
+	return s.d.removeBundle(s.slot)
 }
 
 // killLimit bounds how long a kill waits for the kernel.
@@ -320,7 +332,7 @@ const killLimit = 30 * time.Second
 // killAll kills by group and, for a sandbox whose start was cut short before
 // it was in its group, by the marks on the process itself.
 func (s *sandbox) killAll(ctx context.Context) error {
-	if err := s.killStrays(ctx); err != nil {
+	if err := s.killUnplaced(ctx); err != nil {
 		return err
 	}
 	if err := s.group.Kill(ctx); err != nil {
@@ -337,13 +349,18 @@ func (s *sandbox) killAll(ctx context.Context) error {
 	}
 }
 
-func (s *sandbox) killStrays(ctx context.Context) error {
-	strays, err := s.d.strays(s.id)
+// killUnplaced kills sentries that are not in the group. It looks at every
+// process of the host, and only while there may be such a sentry.
+func (s *sandbox) killUnplaced(ctx context.Context) error {
+	if s.placed.Load() {
+		return nil
+	}
+	found, err := s.d.unplaced(s.slot)
 	if err != nil {
 		return err
 	}
 	var errs []error
-	for _, p := range strays {
+	for _, p := range found {
 		errs = append(errs, p.kill(ctx))
 	}
 	return errors.Join(errs...)
@@ -351,10 +368,10 @@ func (s *sandbox) killStrays(ctx context.Context) error {
 
 // removeState deletes what runsc keeps for the sandbox.
 func (s *sandbox) removeState() error {
-	// As runsc names them; an id is letters, digits and a hyphen, so that no
+	// As runsc names them; a slot is letters, digits and a hyphen, so that no
 	// pattern can match more.
 	var errs []error
-	for _, pattern := range []string{string(s.id) + "_sandbox:" + string(s.id) + ".*", "runsc-" + string(s.id) + ".sock"} {
+	for _, pattern := range []string{s.slot + "_sandbox:" + s.slot + ".*", "runsc-" + s.slot + ".sock"} {
 		paths, err := filepath.Glob(filepath.Join(s.d.stateDir(), pattern))
 		errs = append(errs, err)
 		for _, p := range paths {

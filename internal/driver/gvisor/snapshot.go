@@ -9,10 +9,14 @@ import (
 	"path/filepath"
 
 	"golang.org/x/sys/unix"
+	"gvisor.dev/gvisor/pkg/control/client"
+	"gvisor.dev/gvisor/pkg/sentry/control"
 	"gvisor.dev/gvisor/pkg/sentry/state/checkpointfiles"
 	"gvisor.dev/gvisor/pkg/state/statefile"
-	runsc "gvisor.dev/gvisor/runsc/sandbox"
+	"gvisor.dev/gvisor/pkg/urpc"
+	"gvisor.dev/gvisor/runsc/boot"
 
+	"bivy/internal/driver"
 	"bivy/internal/kind"
 	"bivy/internal/session"
 )
@@ -35,22 +39,22 @@ func (d *Driver) Resume(ctx context.Context, id session.SandboxID) error {
 	return s.do(ctx, s.resume)
 }
 
-// pausedMark says to a later process that the guest is paused, or may be.
-// gVisor cannot be asked, and panics when told to resume what is not paused,
-// so it says certainly only while it is: a crash beside it costs the sandbox,
-// which then may not answer, but never lets a frozen guest run.
-func (s *sandbox) pausedMark() string { return filepath.Join(s.d.bundle(s.id), "paused") }
+// pausedMark tells a later process that the guest is paused, or may be. gVisor
+// cannot be asked, and panics when it is to resume what is not paused, so the
+// mark says "certainly" only while the guest is paused. A crash between the
+// two leaves a sandbox that may not answer; it never lets a paused guest run.
+func (s *sandbox) pausedMark() string { return filepath.Join(s.d.bundle(s.slot), "paused") }
 
 func (s *sandbox) pause() error {
 	if s.paused {
 		return nil
 	}
-	// Nothing may run on because a disk is full: without its mark a sandbox is
-	// only lost if this process dies.
+	// A disk that is full does not keep a guest from being paused: without its
+	// mark the sandbox is lost only if this process dies.
 	if err := os.WriteFile(s.pausedMark(), []byte(maybe), 0o600); err != nil {
 		s.d.log.Error("a pause is not written down", "sandbox", s.id, "error", err)
 	}
-	if err := s.runsc.Pause(string(s.id)); err != nil {
+	if err := s.runsc.Pause(s.slot); err != nil {
 		return errors.Join(err, os.RemoveAll(s.pausedMark())) // it may not have been written
 	}
 	s.paused = true
@@ -70,7 +74,7 @@ func (s *sandbox) resume() error {
 	if !s.paused {
 		return nil
 	}
-	if l := s.req.Limits.MemoryBytes; l > 0 { // an export may have raised it
+	if l := s.req.Limits.MemoryBytes; l > 0 { // an export may have raised the limit
 		if err := s.group.LimitMemory(l); err != nil {
 			return err
 		}
@@ -78,7 +82,7 @@ func (s *sandbox) resume() error {
 	if err := os.Remove(s.pausedMark()); err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return err
 	}
-	if err := s.runsc.Resume(string(s.id)); err != nil {
+	if err := s.runsc.Resume(s.slot); err != nil {
 		return err
 	}
 	s.paused = false
@@ -86,78 +90,114 @@ func (s *sandbox) resume() error {
 }
 
 // Checkpoint implements driver.Checkpointer.
-func (d *Driver) Checkpoint(ctx context.Context, id session.SandboxID, dir string, leave bool) error {
+func (d *Driver) Checkpoint(ctx context.Context, id session.SandboxID, to driver.Sink, o driver.CheckpointOptions) error {
 	s, err := d.find(id)
 	if err != nil {
 		return err
 	}
-	return s.do(ctx, func() error { return s.checkpoint(dir, leave) })
+	return s.do(ctx, func() error {
+		err := s.checkpoint(to, o)
+		if err == nil && !o.Leave {
+			// A running guest kernel ends by itself; one that is paused waits
+			// for its resume.
+			err = s.group.Kill(ctx)
+		}
+		if err != nil {
+			return fmt.Errorf("checkpoint %s: %w", s.id, err)
+		}
+		return nil
+	})
 }
 
 // checkpointSlack is the disk a checkpoint needs beside guest memory.
 const checkpointSlack = 64 << 20
 
-func (s *sandbox) checkpoint(dir string, leave bool) error {
-	entries, err := os.ReadDir(dir)
+// checkpointFiles are the files of a checkpoint in the order in which gVisor
+// takes them.
+var checkpointFiles = []string{checkpointfiles.StateFileName, checkpointfiles.PagesMetadataFileName, checkpointfiles.PagesFileName}
+
+// openAll opens the files of a checkpoint; on failure none stays open.
+func openAll(open func(name string) (*os.File, error)) (files []*os.File, err error) {
+	for _, name := range checkpointFiles {
+		f, err := open(name)
+		if err != nil {
+			return nil, errors.Join(err, closeAll(files))
+		}
+		files = append(files, f)
+	}
+	return files, nil
+}
+
+func closeAll(files []*os.File) error {
+	var errs []error
+	for _, f := range files {
+		errs = append(errs, f.Close())
+	}
+	return errors.Join(errs...)
+}
+
+// checkpoint hands the files to the sentry over its control connection, as
+// runsc's Sandbox.Checkpoint does with files of a directory. gVisor counts
+// pauses: it pauses a kernel that is paused already once more for the time of
+// the checkpoint, so that a paused guest does not run.
+func (s *sandbox) checkpoint(to driver.Sink, o driver.CheckpointOptions) (err error) {
+	files, err := openAll(to.Create)
 	if err != nil {
-		return kind.Errorf(kind.Invalid, "checkpoint directory: %w", err)
+		return kind.Wrap(kind.Invalid, err)
 	}
-	if len(entries) > 0 {
-		return kind.Errorf(kind.Invalid, "checkpoint directory %s is not empty: it has %d entries", dir, len(entries))
-	}
-	// gVisor may truncate a page file silently on a full disk.
-	if err := s.roomFor(dir); err != nil {
+	defer func() { err = errors.Join(err, closeAll(files)) }()
+	// gVisor may cut the file of pages short without an error on a full disk.
+	if err := s.roomFor(files[len(files)-1]); err != nil {
 		return err
 	}
-	if err := s.resume(); err != nil { // a paused kernel cannot quiesce
+	conn, err := client.ConnectTo(s.runsc.ControlSocketPath)
+	if err != nil {
+		return fmt.Errorf("control socket: %w", err)
+	}
+	defer conn.Close()
+	opts := control.SaveOpts{
+		Metadata: statefile.CompressionLevelNone.ToMetadata(), HavePagesFile: true, Resume: o.Leave,
+		FilePayload: urpc.FilePayload{Files: files},
+	}
+	if err := conn.Call(boot.ContMgrCheckpoint, &opts, nil); err != nil {
 		return err
 	}
-	err = s.runsc.Checkpoint(s.d.conf, string(s.id), dir, runsc.CheckpointOpts{Compression: statefile.CompressionLevelNone, Resume: leave})
-	if err == nil {
-		err = complete(dir)
-	}
-	if err != nil {
-		return errors.Join(fmt.Errorf("checkpoint %s: %w", s.id, err), empty(dir))
+	for _, f := range files {
+		if err := f.Sync(); err != nil {
+			return err
+		}
 	}
 	return nil
 }
 
-func (s *sandbox) roomFor(dir string) error {
+// restore hands the files of a checkpoint to a sentry that waits for its
+// start, as runsc's Sandbox.Restore does with files of a directory.
+func restore(conn *urpc.Client, from driver.Source) error {
+	files, err := openAll(from.Open)
+	if errors.Is(err, fs.ErrNotExist) {
+		return kind.Errorf(kind.Invalid, "not a snapshot: %w", err).WithField("snapshot")
+	}
+	if err != nil {
+		return err
+	}
+	opts := boot.RestoreOpts{FilePayload: urpc.FilePayload{Files: files}, HavePagesFile: true}
+	return errors.Join(conn.Call(boot.ContMgrRestore, &opts, nil), closeAll(files))
+}
+
+// roomFor fails with Exhausted when the disk that file is on is too small for
+// the guest's memory.
+func (s *sandbox) roomFor(file *os.File) error {
 	st, err := s.group.Stats()
 	if err != nil {
 		return err
 	}
 	var disk unix.Statfs_t
-	if err := unix.Statfs(dir, &disk); err != nil {
-		return fmt.Errorf("checkpoint directory: %w", err)
+	if err := unix.Fstatfs(int(file.Fd()), &disk); err != nil {
+		return fmt.Errorf("%s: %w", file.Name(), err)
 	}
 	if free := int64(disk.Bavail) * disk.Bsize; free < st.MemoryBytes+checkpointSlack {
-		return kind.Errorf(kind.Exhausted, "a checkpoint of %s needs %d MiB, %s has %d MiB free", s.id, (st.MemoryBytes+checkpointSlack)>>20, dir, free>>20).
+		return kind.Errorf(kind.Exhausted, "it needs %d MiB on the disk of %s, which has %d MiB free", (st.MemoryBytes+checkpointSlack)>>20, file.Name(), free>>20).
 			WithHint("free disk space on this host")
 	}
 	return nil
-}
-
-// complete checks that every file of a checkpoint is there and on disk.
-func complete(dir string) error {
-	for _, name := range []string{checkpointfiles.StateFileName, checkpointfiles.PagesMetadataFileName, checkpointfiles.PagesFileName} {
-		f, err := os.Open(filepath.Join(dir, name))
-		if err != nil {
-			return err
-		}
-		err = f.Sync()
-		f.Close()
-		if err != nil {
-			return err
-		}
-	}
-	return nil
-}
-
-func empty(dir string) error {
-	entries, err := os.ReadDir(dir)
-	for _, e := range entries {
-		err = errors.Join(err, os.RemoveAll(filepath.Join(dir, e.Name())))
-	}
-	return err
 }

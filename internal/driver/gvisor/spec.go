@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
-	"runtime"
 	"strconv"
 	"strings"
 
@@ -19,8 +18,7 @@ import (
 )
 
 // hostID is the first of the host's user and group ids that guests are mapped
-// to. Guest root is nobody of importance on the host. All sandboxes share the
-// range, since gVisor restores a snapshot only under the mapping it was saved
+// to. Guest root has no rights on the host. All sandboxes share the range, since gVisor restores a snapshot only under the mapping it was saved
 // with; each is in user, process and mount namespaces of its own.
 const (
 	hostID  = 0x70000000
@@ -70,6 +68,9 @@ func validate(req driver.StartRequest) error {
 	if _, err := os.Stat(req.Image); err != nil {
 		return kind.Errorf(kind.NotFound, "image: %w", err).WithField("image")
 	}
+	if s := req.Shape; s.CPUs < 0 || s.MemoryBytes < 0 || (s.DiskBytes != 0 && s.DiskBytes != req.Limits.DiskBytes) {
+		return kind.Errorf(kind.Invalid, "a shape of %+v with limits of %+v: the disk that the guest sees is the limit", s, req.Limits).WithField("shape")
+	}
 	if len(req.Args) == 0 || !strings.HasPrefix(req.Args[0], "/") {
 		return kind.Errorf(kind.Invalid, "the first process needs an absolute path, not %q", req.Args).WithField("args")
 	}
@@ -104,6 +105,9 @@ func spec(req driver.StartRequest, bundle string) *specs.Spec {
 		Mounts: []specs.Mount{
 			{Destination: "/proc", Type: "proc", Source: "proc"},
 			{Destination: "/sys", Type: "sysfs", Source: "sysfs", Options: []string{"nosuid", "noexec", "nodev", "ro"}},
+			// Not part of the writable layer: what is told to a guest at run time is
+			// no change of its file system.
+			{Destination: "/run", Type: "tmpfs", Source: "tmpfs", Options: []string{"nosuid", "nodev", "mode=0755", "size=64m"}},
 			{Destination: "/dev/shm", Type: "tmpfs", Source: "tmpfs", Options: []string{"nosuid", "nodev", "mode=1777", "size=256m"}},
 		},
 		Linux: &specs.Linux{
@@ -126,9 +130,8 @@ func spec(req driver.StartRequest, bundle string) *specs.Spec {
 	return s
 }
 
-// writeBundle makes the directory that gVisor reads the spec from. Its
-// existence is what claims the sandbox's id on the host.
-func writeBundle(dir string, s *specs.Spec, l driver.Limits) error {
+// writeBundle fills the bundle with what gVisor reads.
+func writeBundle(dir string, s *specs.Spec, shape driver.Shape) error {
 	if err := os.MkdirAll(filepath.Join(dir, "root"), 0o711); err != nil {
 		return err
 	}
@@ -139,19 +142,17 @@ func writeBundle(dir string, s *specs.Spec, l driver.Limits) error {
 	if err := os.WriteFile(filepath.Join(dir, "config.json"), b, 0o600); err != nil {
 		return err
 	}
-	return bootflags.Write(dir, bootFlags(l))
+	return bootflags.Write(dir, bootFlags(shape))
 }
 
-// bootFlags make the guest see its limits as its machine.
-func bootFlags(l driver.Limits) []string {
+// bootFlags make the guest see the shape as its machine.
+func bootFlags(s driver.Shape) []string {
 	var flags []string
-	if l.MemoryBytes > 0 {
-		flags = append(flags, fmt.Sprintf("--total-memory=%d", l.MemoryBytes))
+	if s.MemoryBytes > 0 {
+		flags = append(flags, fmt.Sprintf("--total-memory=%d", s.MemoryBytes))
 	}
-	if l.CPUMillis > 0 {
-		// Never one: a guest that sees one processor leaves out locks that
-		// gVisor's threads need.
-		flags = append(flags, fmt.Sprintf("--cpu-num=%d", min(max(2, (l.CPUMillis+999)/1000), int64(runtime.NumCPU()))))
+	if s.CPUs > 0 {
+		flags = append(flags, fmt.Sprintf("--cpu-num=%d", s.CPUs))
 	}
 	return flags
 }

@@ -125,7 +125,7 @@ func TestNoPasswd(t *testing.T) {
 }
 
 func TestDefaultUser(t *testing.T) {
-	r := NewRealm(open(t, "", ""), "", Settings{User: "user"})
+	r := NewResolver(open(t, "", ""), "", Settings{User: "user"})
 	if u, err := r.User(""); err != nil || u.Name != "root" {
 		t.Errorf("nobody chose: %+v, %v", u, err)
 	}
@@ -134,7 +134,7 @@ func TestDefaultUser(t *testing.T) {
 	if _, err := r.User(""); !errors.As(err, &unknown) {
 		t.Errorf("chosen, and not there: %v", err)
 	}
-	r = NewRealm(open(t, "user:x:1000:1000::/home/user:", ""), "", Settings{User: "user"})
+	r = NewResolver(open(t, "user:x:1000:1000::/home/user:", ""), "", Settings{User: "user"})
 	if u, err := r.User(""); err != nil || u.Name != "user" {
 		t.Errorf("nobody chose, and there: %+v, %v", u, err)
 	}
@@ -160,7 +160,7 @@ func FuzzPasswd(f *testing.F) {
 
 func TestPath(t *testing.T) {
 	u := User{Name: "u", Home: "/home/u"}
-	r := NewRealm(nil, "", Settings{})
+	r := NewResolver(nil, "", Settings{})
 	for path, want := range map[string]string{
 		"": "/home/u", "~": "/home/u", "~/": "/home/u", "~/a": "/home/u/a", "a/./b//c": "/home/u/a/b/c", "/x/../y": "/y", "/../..": "/",
 		"../../..": "/", "~/../v": "/home/v", "a~": "/home/u/a~", "\U0010FEFF": "/home/u/\xff", "/a b\n": "/a b\n",
@@ -186,7 +186,7 @@ func FuzzPath(f *testing.F) {
 	for _, s := range []string{"", "~", "~/x", "~root", "../../x", "/a/../../b", "\x00", "\U0010FE80", "//", "./~", "\xff"} {
 		f.Add(s)
 	}
-	r := NewRealm(nil, "", Settings{})
+	r := NewResolver(nil, "", Settings{})
 	f.Fuzz(func(t *testing.T, path string) {
 		got, err := r.Path(User{Home: "/home/u"}, path)
 		if err == nil && (!filepath.IsAbs(got) || filepath.Clean(got) != got || strings.IndexByte(got, 0) >= 0) {
@@ -196,7 +196,7 @@ func FuzzPath(f *testing.F) {
 }
 
 func TestEnv(t *testing.T) {
-	r := NewRealm(nil, "", Settings{})
+	r := NewResolver(nil, "", Settings{})
 	r.Update(Settings{Env: map[string]string{"A": "sandbox", "HOME": "/sandbox"}})
 	got := r.Env(User{Name: "u", Home: "/home/u"}, map[string]string{"A": "call"})
 	want := map[string]string{"PATH": defaultPath, "HOME": "/sandbox", "USER": "u", "LOGNAME": "u", "A": "call"}

@@ -1,8 +1,9 @@
-// Package accounts knows the users of the guest and acts as them.
+// Package accounts looks up the users of the guest, resolves what a request means
+// by its user and paths (Resolver), and runs functions with a user's rights
+// (User.Do).
 //
-// It reads passwd(5) and group(5) itself: the guest is an arbitrary image, the
-// files are hostile input, and the C library's resolver is not available to a
-// static binary.
+// It reads passwd(5) and group(5) itself: the guest is an arbitrary image, its
+// files are untrusted, and a static binary cannot use the C library.
 package accounts
 
 import (
@@ -21,14 +22,14 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Bounds on what is read; what lies beyond is as if it were not there.
+// Limits of what is read; anything beyond is ignored.
 const (
 	maxFile   = 4 << 20 // bytes of one file
 	maxLine   = 64 << 10
 	maxGroups = 1024 // supplementary groups of one user
 )
 
-// User is an account with everything a process needs to run as it.
+// User is an account and everything needed to run a process as that account.
 type User struct {
 	Name   string
 	UID    uint32
@@ -38,18 +39,18 @@ type User struct {
 	Shell  string
 }
 
-// UnknownError says that the guest has no such user.
+// UnknownError is returned for a user that the guest does not have.
 type UnknownError struct{ Name string }
 
 func (e *UnknownError) Error() string { return "invalid username: '" + e.Name + "'" }
 
-// DB reads accounts from two files and remembers them until the files change.
+// DB reads accounts from two files and caches them until the files change.
 type DB struct {
 	passwd, group string
 
 	mu     sync.Mutex
 	loaded [2]stamp
-	bare   bool // there is no passwd file
+	bare   bool // the guest has no passwd file
 	users  []User
 	groups []group
 }
@@ -70,9 +71,9 @@ type stamp struct {
 // /etc/group. Nothing is read yet.
 func Open(passwd, group string) *DB { return &DB{passwd: passwd, group: group} }
 
-// Lookup returns the account called name, or the one whose number it is.
-// An unknown name is an [UnknownError]. A guest without a passwd file, as
-// images of a single static program are, has root and every number.
+// Lookup returns the account with the given name, or with that number as uid. An
+// unknown name is an [UnknownError]. A guest without a passwd file, such as an
+// image of a single static program, has root and every uid.
 func (d *DB) Lookup(name string) (User, error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -101,12 +102,12 @@ func (d *DB) Lookup(name string) (User, error) {
 	return u, nil
 }
 
-// Names returns functions that name users and groups, numbers in decimal
-// where there is no name. They see the files as they are now.
+// Names returns functions that give the names of users and groups by id, or the
+// id in decimal where there is no name. They use the files as they are now.
 func (d *DB) Names() (user, group func(id uint32) string) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	// A guest without the files has only numbers.
+	// On an error the ids are shown as numbers.
 	_ = d.load()
 	users, groups := d.users, d.groups
 	user = func(id uint32) string {
@@ -128,7 +129,8 @@ func (d *DB) Names() (user, group func(id uint32) string) {
 	return user, group
 }
 
-// load reads what has changed. A guest without a group file has no groups.
+// load reads the files that have changed. A guest without a group file has no
+// groups.
 func (d *DB) load() error {
 	text, now, changed, err := readIfChanged(d.passwd, d.loaded[0])
 	switch {
@@ -215,7 +217,8 @@ func parseGroup(text []byte) []group {
 	return groups
 }
 
-// lines yields the lines that could be entries.
+// lines yields the lines that can be entries: no comments, NIS markers or
+// overlong lines.
 func lines(text []byte) func(func(string) bool) {
 	return func(yield func(string) bool) {
 		for line := range bytes.Lines(text) {
@@ -230,12 +233,12 @@ func lines(text []byte) func(func(string) bool) {
 	}
 }
 
-// parseID parses a user or group number. The highest one means "no change" to
-// the kernel's calls, so it is nobody's.
+// parseID parses a user or group number. The highest one is
+// refused: in system calls it means "no change".
 func parseID(s string) (uint32, error) {
 	n, err := strconv.ParseUint(s, 10, 32)
 	if err != nil || n == 1<<32-1 {
-		return 0, errors.New("not an id: " + strconv.Quote(s))
+		return 0, errors.New("invalid id: " + strconv.Quote(s))
 	}
 	return uint32(n), nil
 }

@@ -21,32 +21,32 @@ import (
 )
 
 // Refused is why a request to the plain endpoints failed, as it is answered.
-type Refused struct {
+type HTTPError struct {
 	Status int
 	Why    wire.Reason
 	Text   string
 }
 
-func (r *Refused) Error() string { return r.Text }
+func (r *HTTPError) Error() string { return r.Text }
 
 // Reason makes Refused a wire.Refusal.
-func (r *Refused) Reason() wire.Reason { return r.Why }
+func (r *HTTPError) Reason() wire.Reason { return r.Why }
 
-func bad(text string) error { return &Refused{http.StatusBadRequest, wire.ReasonPath, text} }
+func badRequest(text string) error { return &HTTPError{http.StatusBadRequest, wire.ReasonPath, text} }
 
-// account resolves the user a plain request names.
+// account looks up the user that a request to the plain endpoints names.
 func (s *Service) account(name string) (accounts.User, error) {
-	u, err := s.realm.User(name)
+	u, err := s.resolver.User(name)
 	var unknown *accounts.UnknownError
 	if errors.As(err, &unknown) {
-		return u, &Refused{http.StatusUnauthorized, wire.ReasonUser, err.Error()}
+		return u, &HTTPError{http.StatusUnauthorized, wire.ReasonUser, err.Error()}
 	}
 	return u, err
 }
 
-// asRefused gives an error of the file system its status.
-func asRefused(path string, err error) error {
-	var refused *Refused
+// fileError turns an error of the file system into an HTTPError.
+func fileError(path string, err error) error {
+	var refused *HTTPError
 	if err == nil || errors.As(err, &refused) {
 		return err
 	}
@@ -69,23 +69,23 @@ func asRefused(path string, err error) error {
 			status = http.StatusInsufficientStorage
 		}
 	}
-	return &Refused{status, wire.ReasonOf(rpc), ce.Message()}
+	return &HTTPError{status, wire.ReasonOf(rpc), ce.Message()}
 }
 
-// Read answers GET /files for the named user. An error means that nothing has
-// been written yet.
+// Read handles GET /files for the named user. When it returns an error it has not
+// written a response.
 func (s *Service) Read(w http.ResponseWriter, r *http.Request, username string) error {
 	u, err := s.account(username)
 	if err != nil {
 		return err
 	}
-	path, err := s.realm.Path(u, r.URL.Query().Get("path"))
+	path, err := s.resolver.Path(u, r.URL.Query().Get("path"))
 	if err != nil {
-		return bad(err.Error())
+		return badRequest(err.Error())
 	}
 	f, info, err := openRegular(u, path)
 	if err != nil {
-		return asRefused(path, err)
+		return fileError(path, err)
 	}
 	defer f.Close()
 
@@ -94,15 +94,16 @@ func (s *Service) Read(w http.ResponseWriter, r *http.Request, username string) 
 	partial := r.Header.Get("Range") != "" || conditional(r.Header)
 	zip, plain := acceptable(r.Header.Values("Accept-Encoding"))
 	if !plain && (!zip || partial) {
-		return &Refused{http.StatusNotAcceptable, "", "the file can be sent as gzip or as it is, and neither is acceptable"}
+		return &HTTPError{http.StatusNotAcceptable, "", "the file can only be sent with the encodings gzip or identity"}
 	}
-	// A file of /proc says that it is empty; only reading tells.
+	// Files in /proc report size 0; reading one byte shows whether there is
+	// content.
 	var first [1]byte
 	unsized := false
 	if info.Size() == 0 {
 		n, err := f.Read(first[:])
 		if err != nil && !errors.Is(err, io.EOF) {
-			return asRefused(path, err)
+			return fileError(path, err)
 		}
 		unsized = n > 0
 	}
@@ -121,7 +122,7 @@ func (s *Service) Read(w http.ResponseWriter, r *http.Request, username string) 
 			return nil
 		}
 		if _, err := w.Write(first[:]); err != nil {
-			return nil //nolint:nilerr // the client has gone
+			return nil //nolint:nilerr // the client has disconnected
 		}
 		if _, err := io.Copy(w, f); err != nil {
 			panic(http.ErrAbortHandler) // as in sendGzip
@@ -139,19 +140,20 @@ func sendGzip(w http.ResponseWriter, f io.Reader, first []byte, unsized bool) er
 	}
 	if unsized {
 		if _, err := z.Write(first); err != nil {
-			return nil //nolint:nilerr // the client has gone
+			return nil //nolint:nilerr // the client has disconnected
 		}
 	}
 	if _, err := io.Copy(z, f); err != nil {
-		// Too late for a status: end the answer so that it cannot pass for whole.
+		// The status has been sent. Abort, so that the client sees an incomplete
+		// response.
 		panic(http.ErrAbortHandler)
 	}
 	_ = z.Close() // fails only when the client has gone
 	return nil
 }
 
-// openRegular opens a regular file for reading, and nothing that could block
-// or never end.
+// openRegular opens a file for reading and fails for anything but a regular file:
+// reading a device or a FIFO could block or never end.
 func openRegular(u accounts.User, path string) (f *os.File, info fs.FileInfo, err error) {
 	err = u.Do(func() error {
 		f, err = os.OpenFile(path, os.O_RDONLY|unix.O_NONBLOCK|unix.O_NOCTTY, 0)
@@ -166,7 +168,7 @@ func openRegular(u accounts.User, path string) (f *os.File, info fs.FileInfo, er
 		if info.IsDir() {
 			what = "is a directory"
 		}
-		err = bad("path '" + wire.Escape(path) + "' " + what)
+		err = badRequest("path '" + wire.Escape(path) + "' " + what)
 	}
 	if err != nil {
 		return nil, nil, errors.Join(err, f.Close())
@@ -189,7 +191,8 @@ func conditional(h http.Header) bool {
 	return false
 }
 
-// acceptable reads Accept-Encoding: whether gzip, and whether the plain file.
+// acceptable parses Accept-Encoding and reports whether the client accepts gzip
+// and whether it accepts the file without encoding.
 func acceptable(values []string) (zip, plain bool) {
 	plain = true
 	var star, starSeen, plainSeen, zipSeen bool
@@ -220,8 +223,8 @@ func acceptable(values []string) (zip, plain bool) {
 	return zip, plain
 }
 
-// typeByName knows the types people look at in a browser. The guest's own
-// tables are not read: they are large, and not ours.
+// typeByName returns the media type for a file name, for types that browsers
+// display. It does not read the guest's tables, which are large and untrusted.
 func typeByName(name string) string {
 	switch strings.ToLower(filepath.Ext(name)) {
 	case ".txt", ".log", ".md", ".py", ".go", ".sh", ".c", ".h", ".rs", ".toml", ".ini", ".yaml", ".yml":

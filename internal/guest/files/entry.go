@@ -1,9 +1,3 @@
-// Package files is what the agent does with the guest's files: the filesystem
-// service of package wire and the plain HTTP endpoints for content.
-//
-// Every path is used with the rights of the user a request acts as
-// (accounts.User.Do). So no check here guards against symbolic links, odd
-// paths or races: the kernel refuses what the user may not do.
 package files
 
 import (
@@ -22,12 +16,13 @@ import (
 	pb "bivy/internal/guest/wire/gen/filesystem"
 )
 
-// metadataPrefix is where a file's metadata is kept, as extended attributes.
+// metadataPrefix begins the names of the extended attributes that hold a file's
+// metadata.
 const metadataPrefix = "user.e2b."
 
 // found is what a path turned out to be. It is gathered with the user's
 // rights; names of owners are put to it afterwards, with the agent's.
-type found struct {
+type pathInfo struct {
 	path     string
 	info     fs.FileInfo // of the path itself
 	kind     pb.FileType // of the target
@@ -37,17 +32,17 @@ type found struct {
 }
 
 // look describes path, which must be clean and absolute.
-func look(path string) (found, error) {
+func statPath(path string) (pathInfo, error) {
 	info, err := os.Lstat(path)
 	if err != nil {
-		return found{}, err
+		return pathInfo{}, err
 	}
-	return inspect(path, info), nil
+	return describe(path, info), nil
 }
 
 // inspect completes what is known about path from its Lstat.
-func inspect(path string, info fs.FileInfo) found {
-	f := found{path: path, info: info, kind: typeOf(info), mode: uint32(info.Mode().Perm())}
+func describe(path string, info fs.FileInfo) pathInfo {
+	f := pathInfo{path: path, info: info, kind: typeOf(info), mode: uint32(info.Mode().Perm())}
 	if info.Mode()&fs.ModeSymlink == 0 {
 		if f.kind != pb.FileType_FILE_TYPE_UNSPECIFIED {
 			f.metadata = readMetadata(path)
@@ -60,8 +55,8 @@ func inspect(path string, info fs.FileInfo) found {
 	}
 	var err error
 	if f.target, err = filepath.EvalSymlinks(path); err != nil {
-		// It leads nowhere the user can see: show what it says.
-		f.target, _ = os.Readlink(path) // empty if it has just gone
+		// The target does not exist or is not accessible: show the link's text.
+		f.target, _ = os.Readlink(path) // empty if the link was removed meanwhile
 	}
 	return f
 }
@@ -78,9 +73,9 @@ func typeOf(info fs.FileInfo) pb.FileType {
 	return pb.FileType_FILE_TYPE_UNSPECIFIED
 }
 
-// entries turns what was found into messages.
-func entries(realm *accounts.Realm, all ...found) []*pb.EntryInfo {
-	user, group := realm.Names()
+// entries returns the messages for paths.
+func entries(resolver *accounts.Resolver, all ...pathInfo) []*pb.EntryInfo {
+	user, group := resolver.Names()
 	out := make([]*pb.EntryInfo, 0, len(all))
 	for _, f := range all {
 		e := &pb.EntryInfo{
@@ -105,15 +100,15 @@ func entries(realm *accounts.Realm, all ...found) []*pb.EntryInfo {
 	return out
 }
 
-// Bounds of a file's metadata; the protocol's own.
+// Limits of a file's metadata in bytes, from the protocol.
 const (
 	maxMetadataKey = 246
 	maxMetadata    = 4096
 )
 
-// readMetadata returns the metadata of a file, nil when there is none or the
-// file system has no attributes. Foreign values that are not printable are
-// left out, as no message could carry them.
+// readMetadata returns the metadata of a file, or nil when there is none or the
+// file system has no extended attributes. Values that are not printable ASCII are
+// omitted, because messages cannot hold them.
 func readMetadata(path string) map[string]string {
 	var list [16 << 10]byte
 	n, err := unix.Llistxattr(path, list[:])
@@ -139,7 +134,7 @@ func readMetadata(path string) map[string]string {
 	return all
 }
 
-// writeMetadata makes want the whole metadata of an open file.
+// writeMetadata replaces the metadata of an open file by want.
 func writeMetadata(f *os.File, want map[string]string) error {
 	fd := int(f.Fd())
 	var list [16 << 10]byte
@@ -167,7 +162,7 @@ func writeMetadata(f *os.File, want map[string]string) error {
 	return nil
 }
 
-// printable reports that s is printable ASCII.
+// printable reports whether s is printable ASCII.
 func printable(s string) bool {
 	for i := range len(s) {
 		if s[i] < 0x20 || s[i] > 0x7e {

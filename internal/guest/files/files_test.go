@@ -54,7 +54,7 @@ func FuzzUpload(f *testing.F) {
 		if err := os.WriteFile(filepath.Join(dir, "passwd"), []byte("root:x:0:0::"+dir+"/home:/bin/sh\n"), 0o644); err != nil {
 			t.Fatal(err)
 		}
-		s := NewService(accounts.NewRealm(accounts.Open(filepath.Join(dir, "passwd"), ""), "", accounts.Settings{User: "root"}), slog.New(slog.DiscardHandler))
+		s := NewService(accounts.NewResolver(accounts.Open(filepath.Join(dir, "passwd"), ""), "", accounts.Settings{User: "root"}), slog.New(slog.DiscardHandler))
 		r := httptest.NewRequest(http.MethodPost, "/files", bytes.NewReader(body))
 		q := r.URL.Query()
 		q.Set("path", path)

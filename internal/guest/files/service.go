@@ -20,38 +20,38 @@ import (
 	pb "bivy/internal/guest/wire/gen/filesystem"
 )
 
-// MaxEntries is how many entries one ListDir answers with.
+// MaxEntries is how many entries one ListDir returns at most.
 const MaxEntries = 1 << 16
 
 // Service implements the filesystem service of package wire.
 type Service struct {
-	realm    *accounts.Realm
+	resolver *accounts.Resolver
 	log      *slog.Logger
 	watchers watchers
 }
 
-// NewService returns a service over the accounts of realm.
-func NewService(realm *accounts.Realm, log *slog.Logger) *Service {
-	s := &Service{realm: realm, log: log}
+// NewService returns a service that resolves users and paths with resolver.
+func NewService(resolver *accounts.Resolver, log *slog.Logger) *Service {
+	s := &Service{resolver: resolver, log: log}
 	s.watchers.polled = map[string]*poller{}
 	return s
 }
 
-// resolve returns who a request acts as and the path it names.
+// resolve returns the user of a request and the absolute path that it names.
 func (s *Service) resolve(req connect.AnyRequest, path string) (accounts.User, string, error) {
-	u, err := proc.User(s.realm, req.Header())
+	u, err := proc.User(s.resolver, req.Header())
 	if err != nil {
 		return u, "", err
 	}
-	path, err = s.realm.Path(u, path)
+	path, err = s.resolver.Path(u, path)
 	if err != nil {
 		return u, "", wire.NewError(connect.CodeInvalidArgument, wire.ReasonPath, err)
 	}
 	return u, path, nil
 }
 
-// pathError gives an error of the file system its code. shown is the path as
-// the caller may know it.
+// pathError gives an error of the file system a Connect code. shown is the path
+// for the message.
 func pathError(shown string, err error) error {
 	var ce *connect.Error
 	if err == nil || errors.As(err, &ce) {
@@ -59,7 +59,7 @@ func pathError(shown string, err error) error {
 	}
 	shown = wire.Escape(shown)
 	code := connect.CodeInternal
-	// The reason of the kernel without the path, which is in shown.
+	// The error without the path, which is in shown.
 	cause := err
 	var pe *fs.PathError
 	var le *os.LinkError
@@ -91,16 +91,16 @@ func pathError(shown string, err error) error {
 }
 
 // one looks at path as u and describes it.
-func (s *Service) one(u accounts.User, path string) (*pb.EntryInfo, error) {
-	var f found
+func (s *Service) entry(u accounts.User, path string) (*pb.EntryInfo, error) {
+	var f pathInfo
 	err := u.Do(func() (err error) {
-		f, err = look(path)
+		f, err = statPath(path)
 		return err
 	})
 	if err != nil {
 		return nil, pathError(path, err)
 	}
-	return entries(s.realm, f)[0], nil
+	return entries(s.resolver, f)[0], nil
 }
 
 // Stat implements the service.
@@ -109,7 +109,7 @@ func (s *Service) Stat(_ context.Context, req *connect.Request[pb.StatRequest]) 
 	if err != nil {
 		return nil, err
 	}
-	e, err := s.one(u, path)
+	e, err := s.entry(u, path)
 	if err != nil {
 		return nil, err
 	}
@@ -134,7 +134,7 @@ func (s *Service) MakeDir(_ context.Context, req *connect.Request[pb.MakeDirRequ
 	if err != nil {
 		return nil, pathError(path, err)
 	}
-	e, err := s.one(u, path)
+	e, err := s.entry(u, path)
 	if err != nil {
 		return nil, err
 	}
@@ -148,13 +148,13 @@ func (s *Service) Move(_ context.Context, req *connect.Request[pb.MoveRequest]) 
 	if err != nil {
 		return nil, err
 	}
-	to, err := s.realm.Path(u, req.Msg.GetDestination())
+	to, err := s.resolver.Path(u, req.Msg.GetDestination())
 	if err != nil {
 		return nil, wire.NewError(connect.CodeInvalidArgument, wire.ReasonPath, err)
 	}
 	shown := from
 	err = u.Do(func() error {
-		// First, so that a missing source leaves no new directories behind.
+		// Before MkdirAll, so that a missing source creates no directories.
 		if _, err := os.Lstat(from); err != nil {
 			return err
 		}
@@ -167,7 +167,7 @@ func (s *Service) Move(_ context.Context, req *connect.Request[pb.MoveRequest]) 
 	if err != nil {
 		return nil, pathError(shown, err)
 	}
-	e, err := s.one(u, to)
+	e, err := s.entry(u, to)
 	if err != nil {
 		return nil, err
 	}
@@ -192,7 +192,7 @@ func (s *Service) ListDir(_ context.Context, req *connect.Request[pb.ListDirRequ
 	if err != nil {
 		return nil, err
 	}
-	var all []found
+	var all []pathInfo
 	err = u.Do(func() error {
 		all, err = list(nil, path, max(req.Msg.GetDepth(), 1))
 		return err
@@ -200,21 +200,21 @@ func (s *Service) ListDir(_ context.Context, req *connect.Request[pb.ListDirRequ
 	if err != nil {
 		return nil, pathError(path, err)
 	}
-	return connect.NewResponse(&pb.ListDirResponse{Entries: entries(s.realm, all...)}), nil
+	return connect.NewResponse(&pb.ListDirResponse{Entries: entries(s.resolver, all...)}), nil
 }
 
 var errTooMany = fmt.Errorf("more than %d entries: list a smaller directory or a lower depth", MaxEntries)
 
-// list appends what is below dir, in lexical order, each directory before what
-// is in it. Symbolic links are not followed, except dir itself.
-func list(all []found, dir string, depth uint32) ([]found, error) {
+// list appends the entries below dir in lexical order, each directory before its
+// content. Symbolic links are not followed, except dir itself.
+func list(all []pathInfo, dir string, depth uint32) ([]pathInfo, error) {
 	infos, err := readDir(dir, MaxEntries-len(all))
 	if err != nil {
 		return nil, err
 	}
 	for _, info := range infos {
 		path := filepath.Join(dir, info.Name())
-		all = append(all, inspect(path, info))
+		all = append(all, describe(path, info))
 		if !info.IsDir() || depth == 1 {
 			continue
 		}
@@ -223,7 +223,8 @@ func list(all []found, dir string, depth uint32) ([]found, error) {
 		case errors.Is(err, errTooMany):
 			return nil, err
 		case err != nil:
-			// Closed to the user, or gone meanwhile: the entry itself is told.
+			// Not readable by the user, or removed meanwhile: only the entry
+			// itself is listed.
 			continue
 		}
 		all = deeper
@@ -233,7 +234,7 @@ func list(all []found, dir string, depth uint32) ([]found, error) {
 
 // readDir reads a directory of at most limit entries.
 func readDir(dir string, limit int) ([]fs.FileInfo, error) {
-	// O_DIRECTORY: something else could be a device or a FIFO.
+	// O_DIRECTORY: opening a device or a FIFO could block.
 	f, err := os.OpenFile(dir, os.O_RDONLY|unix.O_DIRECTORY, 0)
 	if err != nil {
 		return nil, err

@@ -30,7 +30,7 @@ const (
 	maxCompose = 1 << 20
 )
 
-// Write answers POST /files for the named user: what was stored.
+// Write handles POST /files for the named user and returns what it stored.
 func (s *Service) Write(r *http.Request, username string) ([]wire.WrittenFile, error) {
 	u, err := s.account(username)
 	if err != nil {
@@ -46,38 +46,38 @@ func (s *Service) Write(r *http.Request, username string) ([]wire.WrittenFile, e
 	case "gzip", "x-gzip":
 		z, err := gzip.NewReader(body)
 		if err != nil {
-			return nil, bad("the body is not gzip: " + err.Error())
+			return nil, badRequest("the body is not gzip: " + err.Error())
 		}
 		defer z.Close()
 		body = z
 	default:
-		return nil, bad(fmt.Sprintf("Content-Encoding %q is not known", encoding))
+		return nil, badRequest(fmt.Sprintf("Content-Encoding %q is not supported", encoding))
 	}
 	query := r.URL.Query()
 	kind, params, err := mime.ParseMediaType(r.Header.Get("Content-Type"))
 	if err != nil {
-		return nil, bad("Content-Type: " + err.Error())
+		return nil, badRequest("Content-Type: " + err.Error())
 	}
 	up := upload{service: s, user: u, metadata: metadata}
 	switch kind {
 	case "application/octet-stream":
 		if !query.Has("path") || query.Get("path") == "" {
-			return nil, bad("path: is missing")
+			return nil, badRequest("path: missing")
 		}
-		err = up.one(query.Get("path"), body)
+		err = up.storeOne(query.Get("path"), body)
 	case "multipart/form-data":
 		if params["boundary"] == "" {
-			return nil, bad("Content-Type has no boundary")
+			return nil, badRequest("Content-Type has no boundary")
 		}
 		err = up.multipart(multipart.NewReader(body, params["boundary"]), query.Get("path"))
 	default:
-		err = bad(fmt.Sprintf("Content-Type %q: want multipart/form-data or application/octet-stream", kind))
+		err = badRequest(fmt.Sprintf("Content-Type %q: want multipart/form-data or application/octet-stream", kind))
 	}
 	if err != nil {
 		return nil, err
 	}
 	if len(up.written) == 0 {
-		return nil, bad("the body has no part named file")
+		return nil, badRequest("the body has no part named file")
 	}
 	return up.written, nil
 }
@@ -97,10 +97,10 @@ func (up *upload) multipart(parts *multipart.Reader, fixed string) error {
 			return nil
 		}
 		if err != nil {
-			return bad("the multipart body is malformed: " + err.Error())
+			return badRequest("the multipart body is malformed: " + err.Error())
 		}
 		if count == MaxParts {
-			return bad(fmt.Sprintf("the multipart body has more than %d parts", MaxParts))
+			return badRequest(fmt.Sprintf("the multipart body has more than %d parts", MaxParts))
 		}
 		if part.FormName() != "file" {
 			continue
@@ -110,29 +110,29 @@ func (up *upload) multipart(parts *multipart.Reader, fixed string) error {
 			// The part's own method gives the base name only.
 			_, params, err := mime.ParseMediaType(part.Header.Get("Content-Disposition"))
 			if err != nil || params["filename"] == "" {
-				return bad("a part named file has no filename, and there is no path")
+				return badRequest("a part named file has no filename, and there is no path")
 			}
 			path = params["filename"]
 		}
-		if err := up.one(path, part); err != nil {
+		if err := up.storeOne(path, part); err != nil {
 			return err
 		}
 	}
 }
 
 // one stores one file.
-func (up *upload) one(path string, data io.Reader) error {
-	full, err := up.service.realm.Path(up.user, path)
+func (up *upload) storeOne(path string, data io.Reader) error {
+	full, err := up.service.resolver.Path(up.user, path)
 	if err != nil {
-		return bad(err.Error())
+		return badRequest(err.Error())
 	}
 	shown := wire.Escape(full)
 	if slices.ContainsFunc(up.written, func(w wire.WrittenFile) bool { return w.Path == shown }) {
-		return bad("path '" + shown + "' is written twice")
+		return badRequest("path '" + shown + "' is given twice")
 	}
 	size, sum, err := store(up.user, full, up.metadata, data)
 	if err != nil {
-		return asRefused(full, err)
+		return fileError(full, err)
 	}
 	up.written = append(up.written, wire.WrittenFile{
 		Name: wire.Escape(filepath.Base(full)), Path: shown, Type: "file",
@@ -141,16 +141,17 @@ func (up *upload) one(path string, data io.Reader) error {
 	return nil
 }
 
-// store writes data to path in place, as a program of the user would, so that
-// links, owners, permissions and watchers of an existing file stay as they
-// are. A new file that could not be written whole is removed; an old one has
-// then lost its content, as with any program.
+// store writes data to path and returns size and SHA-256. It writes in place, as
+// programs of the user do, so that links, owner, permissions and watchers of an
+// existing file are kept. When writing fails, a new file is removed; an existing
+// one has lost its content, as with any program.
 func store(u accounts.User, path string, metadata map[string]string, data io.Reader) (int64, string, error) {
 	f, created, err := create(u, path)
 	if err != nil {
 		return 0, "", err
 	}
-	// The descriptor was opened with the user's rights; using it needs none.
+	// The descriptor was opened with the user's rights, which the kernel does
+	// not check again.
 	sum := sha256.New()
 	size, err := io.Copy(io.MultiWriter(f, sum), bodyReader{data})
 	if err == nil {
@@ -166,7 +167,8 @@ func store(u accounts.User, path string, metadata map[string]string, data io.Rea
 	return size, hex.EncodeToString(sum.Sum(nil)), nil
 }
 
-// create opens path for writing, empty, with its parents.
+// create opens path for writing, creates its parents, and truncates it. It
+// reports whether the file is new.
 func create(u accounts.User, path string) (f *os.File, created bool, err error) {
 	const flags = os.O_WRONLY | unix.O_NONBLOCK | unix.O_NOCTTY
 	err = u.Do(func() error {
@@ -188,11 +190,11 @@ func create(u accounts.User, path string) (f *os.File, created bool, err error) 
 	}
 	info, err := f.Stat()
 	if err == nil && !info.Mode().IsRegular() {
-		err = bad("path '" + wire.Escape(path) + "' is not a regular file")
+		err = badRequest("path '" + wire.Escape(path) + "' is not a regular file")
 	}
 	if err == nil && !created {
-		// Writing takes a program's special rights away, but not when root does
-		// it, as from here on.
+		// The kernel clears setuid and setgid when a user writes to a file, but
+		// not when root does, and the agent writes as root.
 		if special := fs.ModeSetuid | fs.ModeSetgid; u.UID != 0 && info.Mode()&special != 0 {
 			err = f.Chmod(info.Mode() &^ special)
 		}
@@ -204,15 +206,15 @@ func create(u accounts.User, path string) (f *os.File, created bool, err error) 
 	return f, created, nil
 }
 
-// bodyReader marks errors of the request's body, which are the client's, apart
-// from those of the file.
+// bodyReader turns errors of the request's body into HTTPErrors, so that they are
+// not taken for errors of the file.
 type bodyReader struct{ io.Reader }
 
 func (b bodyReader) Read(p []byte) (int, error) {
 	n, err := b.Reader.Read(p)
-	var refused *Refused
+	var refused *HTTPError
 	if err != nil && !errors.Is(err, io.EOF) && !errors.As(err, &refused) {
-		err = bad("the body ends early: " + err.Error())
+		err = badRequest("the body ends early: " + err.Error())
 	}
 	return n, err
 }
@@ -232,11 +234,11 @@ func metadataOf(h http.Header) (map[string]string, error) {
 		total += len(key) + len(value)
 		switch {
 		case key == "" || len(key) > maxMetadataKey || !printable(key):
-			return nil, bad(fmt.Sprintf("metadata key %.64q: want 1 to %d bytes of printable ASCII", key, maxMetadataKey))
+			return nil, badRequest(fmt.Sprintf("metadata key %.64q: want 1 to %d bytes of printable ASCII", key, maxMetadataKey))
 		case !printable(value):
-			return nil, bad(fmt.Sprintf("metadata value of %q: want printable ASCII", key))
+			return nil, badRequest(fmt.Sprintf("metadata value of %q: want printable ASCII", key))
 		case total > maxMetadata:
-			return nil, bad(fmt.Sprintf("metadata: more than %d bytes in all", maxMetadata))
+			return nil, badRequest(fmt.Sprintf("metadata: more than %d bytes in all", maxMetadata))
 		}
 		if all == nil {
 			all = map[string]string{}
@@ -246,66 +248,66 @@ func metadataOf(h http.Header) (map[string]string, error) {
 	return all, nil
 }
 
-// Compose answers POST /files/compose: it joins the sources into the
+// Compose handles POST /files/compose: it concatenates the sources into the
 // destination and removes them.
 func (s *Service) Compose(r *http.Request) (wire.WrittenFile, error) {
 	var none wire.WrittenFile
 	var req wire.ComposeRequest
 	if err := json.NewDecoder(io.LimitReader(r.Body, maxCompose)).Decode(&req); err != nil {
-		return none, bad("the body is not a compose request: " + err.Error())
+		return none, badRequest("the body is not a compose request: " + err.Error())
 	}
 	u, err := s.account(req.Username)
 	if err != nil {
 		return none, err
 	}
 	if len(req.SourcePaths) == 0 || len(req.SourcePaths) > MaxParts || req.Destination == "" {
-		return none, bad(fmt.Sprintf("want 1 to %d source_paths and a destination", MaxParts))
+		return none, badRequest(fmt.Sprintf("want 1 to %d source_paths and a destination", MaxParts))
 	}
-	to, err := s.realm.Path(u, req.Destination)
+	to, err := s.resolver.Path(u, req.Destination)
 	if err != nil {
-		return none, bad("destination: " + err.Error())
+		return none, badRequest("destination: " + err.Error())
 	}
 	var sources []string
 	for _, path := range req.SourcePaths {
-		from, err := s.realm.Path(u, path)
+		from, err := s.resolver.Path(u, path)
 		if err != nil {
-			return none, bad("source_paths: " + err.Error())
+			return none, badRequest("source_paths: " + err.Error())
 		}
 		if from == to || slices.Contains(sources, from) {
-			return none, bad("source_paths: '" + wire.Escape(from) + "' is there twice")
+			return none, badRequest("source_paths: '" + wire.Escape(from) + "' is given twice")
 		}
 		sources = append(sources, from)
 	}
-	// Before the destination loses what it has.
+	// Check the sources before the destination is truncated.
 	for _, path := range sources {
 		f, _, err := openRegular(u, path)
 		if err != nil {
-			return none, asRefused(path, err)
+			return none, fileError(path, err)
 		}
 		_ = f.Close() // was not used
 	}
-	joined := &joiner{user: u, paths: sources}
+	joined := &concatReader{user: u, paths: sources}
 	defer joined.close()
 	size, sum, err := store(u, to, nil, joined)
 	if err != nil {
-		return none, asRefused(to, err)
+		return none, fileError(to, err)
 	}
 	for _, path := range sources {
 		if err := u.Do(func() error { return os.Remove(path) }); err != nil {
-			return none, asRefused(path, err)
+			return none, fileError(path, err)
 		}
 	}
 	return wire.WrittenFile{Name: wire.Escape(filepath.Base(to)), Path: wire.Escape(to), Type: "file", Size: size, SHA256: sum}, nil
 }
 
-// joiner reads files one after the other, with one open at a time.
-type joiner struct {
+// concatReader reads files one after the other, of which one is open at a time.
+type concatReader struct {
 	user  accounts.User
 	paths []string
 	open  *os.File
 }
 
-func (j *joiner) Read(p []byte) (int, error) {
+func (j *concatReader) Read(p []byte) (int, error) {
 	for {
 		if j.open == nil {
 			if len(j.paths) == 0 {
@@ -313,7 +315,7 @@ func (j *joiner) Read(p []byte) (int, error) {
 			}
 			f, _, err := openRegular(j.user, j.paths[0])
 			if err != nil {
-				return 0, asRefused(j.paths[0], err)
+				return 0, fileError(j.paths[0], err)
 			}
 			j.open, j.paths = f, j.paths[1:]
 		}
@@ -325,7 +327,7 @@ func (j *joiner) Read(p []byte) (int, error) {
 	}
 }
 
-func (j *joiner) close() {
+func (j *concatReader) close() {
 	if j.open != nil {
 		_ = j.open.Close() // was only read
 		j.open = nil

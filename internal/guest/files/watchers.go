@@ -20,12 +20,13 @@ import (
 )
 
 const (
-	// MaxWatchers is how many watchers there may be, streams and polled ones.
+	// MaxWatchers is how many watchers may exist, streaming and polled together.
 	MaxWatchers = 64
-	// maxPolled is how many events a polled watcher keeps until it is asked.
+	// maxPolled is how many events a polled watcher keeps until it is lastPoll.
 	maxPolled = 1 << 14
-	// abandoned is when a polled watcher may be dropped for a new one.
-	abandoned = 10 * time.Minute
+	// maxIdle is how long after its last poll a polled watcher may be removed
+	// to make room for a new one.
+	maxIdle = 10 * time.Minute
 )
 
 // watchers counts all watchers and keeps the polled ones.
@@ -35,14 +36,14 @@ type watchers struct {
 	polled map[string]*poller
 }
 
-// acquire makes room for one more.
+// acquire counts one more watcher, or fails at MaxWatchers.
 func (w *watchers) acquire() error {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	if w.count >= MaxWatchers {
-		// A client that forgot its watcher must not lock out the next.
+		// Remove watchers that their clients no longer poll.
 		for id, p := range w.polled {
-			if p.idle() > abandoned {
+			if p.idle() > maxIdle {
 				delete(w.polled, id)
 				p.close()
 				w.count--
@@ -50,7 +51,7 @@ func (w *watchers) acquire() error {
 		}
 	}
 	if w.count >= MaxWatchers {
-		return wire.NewError(connect.CodeResourceExhausted, wire.ReasonLimit, fmt.Errorf("%d watchers exist already, which is the most", MaxWatchers))
+		return wire.NewError(connect.CodeResourceExhausted, wire.ReasonLimit, fmt.Errorf("limit of %d watchers reached", MaxWatchers))
 	}
 	w.count++
 	return nil
@@ -63,7 +64,7 @@ func (w *watchers) release() {
 }
 
 // watching is one watcher and how to tell its events.
-type watching struct {
+type dirWatcher struct {
 	*watch.Watcher
 	service *Service
 	user    accounts.User
@@ -71,16 +72,21 @@ type watching struct {
 	entry   bool
 }
 
-// wants is what both ways to watch ask for.
-type wants interface {
+// watchRequest has the fields that WatchDir and CreateWatcher requests share.
+type watchRequest interface {
+	// GetPath returns the directory to watch.
 	GetPath() string
+	// GetRecursive reports whether directories below it are watched too.
 	GetRecursive() bool
+	// GetIncludeEntry reports whether events describe the file.
 	GetIncludeEntry() bool
+	// GetAllowNetworkMounts permits file systems whose changes by other
+	// machines are not seen.
 	GetAllowNetworkMounts() bool
 }
 
-// open starts a watcher, for which there must be room.
-func (s *Service) open(req connect.AnyRequest, want wants) (*watching, error) {
+// open starts a watcher. The caller has called acquire.
+func (s *Service) open(req connect.AnyRequest, want watchRequest) (*dirWatcher, error) {
 	u, path, err := s.resolve(req, want.GetPath())
 	if err != nil {
 		return nil, err
@@ -109,12 +115,12 @@ func (s *Service) open(req connect.AnyRequest, want wants) (*watching, error) {
 	if err != nil {
 		return nil, pathError(path, err)
 	}
-	return &watching{Watcher: w, service: s, user: u, root: path, entry: want.GetIncludeEntry()}, nil
+	return &dirWatcher{Watcher: w, service: s, user: u, root: path, entry: want.GetIncludeEntry()}, nil
 }
 
-// message turns an event into its message, with the entry where it is wanted
-// and still there.
-func (w *watching) message(e watch.Event) *pb.FilesystemEvent {
+// message returns the message for an event. It includes the entry if the request
+// asks for it and the file still exists.
+func (w *dirWatcher) message(e watch.Event) *pb.FilesystemEvent {
 	m := &pb.FilesystemEvent{Name: wire.Escape(e.Name)}
 	switch e.Kind {
 	case watch.Create:
@@ -131,7 +137,7 @@ func (w *watching) message(e watch.Event) *pb.FilesystemEvent {
 		return m
 	}
 	if w.entry {
-		if entry, err := w.service.one(w.user, filepath.Join(w.root, e.Name)); err == nil {
+		if entry, err := w.service.entry(w.user, filepath.Join(w.root, e.Name)); err == nil {
 			m.Entry = entry
 		}
 	}
@@ -186,14 +192,14 @@ func (s *Service) WatchDir(ctx context.Context, req *connect.Request[pb.WatchDir
 	}
 }
 
-// poller keeps the events of a watcher until they are asked for.
+// poller keeps the events of a watcher until they are lastPoll for.
 type poller struct {
-	watcher *watching
+	watcher *dirWatcher
 
-	mu     sync.Mutex
-	events []*pb.FilesystemEvent
-	err    error
-	asked  time.Time
+	mu       sync.Mutex
+	events   []*pb.FilesystemEvent
+	err      error
+	lastPoll time.Time
 }
 
 // run collects events until the watcher ends.
@@ -221,10 +227,10 @@ func (p *poller) run() {
 }
 
 // take returns what has come since the last call.
-func (p *poller) take() ([]*pb.FilesystemEvent, error) {
+func (p *poller) drain() ([]*pb.FilesystemEvent, error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	p.asked = time.Now()
+	p.lastPoll = time.Now()
 	if len(p.events) == 0 && p.err != nil {
 		return nil, p.err
 	}
@@ -236,11 +242,11 @@ func (p *poller) take() ([]*pb.FilesystemEvent, error) {
 func (p *poller) idle() time.Duration {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	return time.Since(p.asked)
+	return time.Since(p.lastPoll)
 }
 
 func (p *poller) close() {
-	_ = p.watcher.Close() // nothing is lost that anyone will ask for
+	_ = p.watcher.Close() // the watcher is not used any more
 }
 
 // CreateWatcher implements the service.
@@ -253,7 +259,7 @@ func (s *Service) CreateWatcher(_ context.Context, req *connect.Request[pb.Creat
 		s.watchers.release()
 		return nil, err
 	}
-	p := &poller{watcher: w, asked: time.Now()}
+	p := &poller{watcher: w, lastPoll: time.Now()}
 	id := rand.Text()
 	s.watchers.mu.Lock()
 	s.watchers.polled[id] = p
@@ -262,8 +268,8 @@ func (s *Service) CreateWatcher(_ context.Context, req *connect.Request[pb.Creat
 	return connect.NewResponse(&pb.CreateWatcherResponse{WatcherId: id}), nil
 }
 
-// GetWatcherEvents implements the service. A watcher that lost events says so
-// once it has handed out the rest, and from then on.
+// GetWatcherEvents implements the service. For a watcher that has lost events it
+// first returns the remaining ones, then an error.
 func (s *Service) GetWatcherEvents(_ context.Context, req *connect.Request[pb.GetWatcherEventsRequest]) (*connect.Response[pb.GetWatcherEventsResponse], error) {
 	s.watchers.mu.Lock()
 	p, ok := s.watchers.polled[req.Msg.GetWatcherId()]
@@ -271,7 +277,7 @@ func (s *Service) GetWatcherEvents(_ context.Context, req *connect.Request[pb.Ge
 	if !ok {
 		return nil, noWatcher(req.Msg.GetWatcherId())
 	}
-	events, err := p.take()
+	events, err := p.drain()
 	if err != nil {
 		return nil, watchError(err)
 	}

@@ -1,10 +1,15 @@
-// Package guestclient is the host's side of the conversation with the agent
-// inside one sandbox: processes, files, metrics, initialisation.
+// Package guestclient is the host's client of the agent inside one sandbox: for
+// processes, files and initialisation.
 //
-// A [Client] is given a way to dial the agent and nothing else, so it works
-// over any link. What it hears comes from inside a sandbox and is treated so:
-// every message is bounded. Errors have a kind (package kind) and, where the
-// agent gave one, a reason that package wire's helpers recognise.
+//	c := guestclient.New(guestclient.Config{Dial: dial})
+//	_, err := c.Init(ctx, wire.InitRequest{AccessToken: token})
+//	p, err := c.Exec(ctx, guestclient.Command{Argv: []string{"ls"}})
+//	for e, err := p.Next(); err == nil; e, err = p.Next() { … }
+//
+// A [Client] needs only a function that dials the agent, so it works over any
+// link. Responses come from inside a sandbox and are not trusted: every message is
+// limited in size. Errors have a kind (package kind) and, where the agent sent one,
+// a reason (wire.ReasonOf).
 package guestclient
 
 import (
@@ -26,19 +31,19 @@ import (
 	"bivy/internal/kind"
 )
 
-// base is a placeholder authority: Dial decides where a request goes.
+// base is a placeholder: requests go where Dial connects to.
 const base = "http://guest"
 
-// Bounds of one message from the guest, which this process holds and decodes
-// whole: of processes, whose output comes in small chunks; of files, where a
-// directory is listed in one message; and of plain answers.
+// Limits of one message from the guest in bytes, which is decoded as a whole: of
+// the process service, whose output comes in small chunks; of the filesystem
+// service, which lists a directory in one message; and of a plain response.
 const (
 	maxProcessMessage = 1 << 20
 	maxFilesMessage   = 8 << 20
-	maxAnswer         = 1 << 20
+	maxResponse       = 1 << 20
 )
 
-// callTimeout bounds a short call whose context has no deadline of its own.
+// callTimeout is the deadline of a short call whose context has none.
 const callTimeout = 30 * time.Second
 
 // Config says how to reach an agent.
@@ -83,7 +88,7 @@ func New(cfg Config) *Client {
 		CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse },
 	}
 	opts := []connect.ClientOption{
-		// The link is memory; compressing for it only costs processor time.
+		// The link is in memory, so compression only costs processor time.
 		connect.WithAcceptCompression("gzip", nil, nil),
 	}
 	c.process = processconnect.NewProcessClient(c.http, base, append(opts, connect.WithReadMaxBytes(maxProcessMessage))...)
@@ -91,7 +96,7 @@ func New(cfg Config) *Client {
 	return c
 }
 
-// Close ends all streams and connections. Processes in the guest go on.
+// Close ends all streams and connections. Processes in the guest continue.
 func (c *Client) Close() error {
 	c.close()
 	c.transport.CloseIdleConnections()
@@ -105,9 +110,8 @@ func (c *Client) Token() string {
 	return c.token
 }
 
-// SetToken changes the token, e.g. when another client of the same agent has
-// initialised it.
-func (c *Client) SetToken(token string) {
+// setToken makes later requests use token.
+func (c *Client) setToken(token string) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.token = token
@@ -117,8 +121,8 @@ type roundTripper func(*http.Request) (*http.Response, error)
 
 func (f roundTripper) RoundTrip(r *http.Request) (*http.Response, error) { return f(r) }
 
-// limitKey carries a process's lifetime limit to the request's header: the
-// context's own deadline would end the stream instead of the process.
+// limitKey is the context key of a process's timeout, which is sent in a header. A
+// deadline of the context would end the stream instead of the process.
 type limitKey struct{}
 
 func (c *Client) roundTrip(r *http.Request) (*http.Response, error) {
@@ -134,15 +138,15 @@ func (c *Client) roundTrip(r *http.Request) (*http.Response, error) {
 }
 
 // stream returns a context for a call that lives as long as ctx and the client.
-func (c *Client) stream(ctx context.Context) (context.Context, context.CancelFunc) {
+func (c *Client) streamContext(ctx context.Context) (context.Context, context.CancelFunc) {
 	ctx, cancel := context.WithCancel(ctx)
 	stop := context.AfterFunc(c.closed, cancel)
 	return ctx, func() { stop(); cancel() }
 }
 
 // short returns a context for a call that answers soon.
-func (c *Client) short(ctx context.Context) (context.Context, context.CancelFunc) {
-	ctx, end := c.stream(ctx)
+func (c *Client) callContext(ctx context.Context) (context.Context, context.CancelFunc) {
+	ctx, end := c.streamContext(ctx)
 	if _, ok := ctx.Deadline(); ok {
 		return ctx, end
 	}
@@ -150,36 +154,36 @@ func (c *Client) short(ctx context.Context) (context.Context, context.CancelFunc
 	return ctx, func() { cancel(); end() }
 }
 
-// refusal is an error the agent sent.
-type refusal struct {
+// agentError is an error the agent sent.
+type agentError struct {
 	what   string
 	text   string
 	reason wire.Reason
 	cause  error
 }
 
-func (r *refusal) Error() string       { return r.what + ": " + r.text }
-func (r *refusal) Reason() wire.Reason { return r.reason }
-func (r *refusal) Unwrap() error       { return r.cause }
+func (r *agentError) Error() string       { return r.what + ": " + r.text }
+func (r *agentError) Reason() wire.Reason { return r.reason }
+func (r *agentError) Unwrap() error       { return r.cause }
 
-// mapError gives what connect returned a kind and says what was tried.
+// mapError gives an error of package connect a kind and prefixes what was done.
 func mapError(what string, err error) error {
 	if err == nil {
 		return nil
 	}
 	var ce *connect.Error
 	if own := (*kind.Error)(nil); errors.As(err, &own) || !errors.As(err, &ce) {
-		return unreached(what, err)
+		return transportError(what, err)
 	}
 	if errors.Is(err, io.ErrUnexpectedEOF) {
-		return unreached(what, err) // broken off, which connect takes for nonsense
+		return transportError(what, err) // the stream was cut, which connect reports as malformed
 	}
-	r := &refusal{what: what, text: ce.Message(), reason: wire.ReasonOf(err), cause: err}
+	r := &agentError{what: what, text: ce.Message(), reason: wire.ReasonOf(err), cause: err}
 	return kind.Wrap(kindOfCode(ce.Code()), r)
 }
 
 // unreached is an error of the way to the agent. What Dial says keeps its kind.
-func unreached(what string, err error) error {
+func transportError(what string, err error) error {
 	k := kind.Unavailable
 	if own := (*kind.Error)(nil); errors.As(err, &own) {
 		k = own.Kind

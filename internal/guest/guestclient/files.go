@@ -20,11 +20,11 @@ import (
 	"bivy/internal/kind"
 )
 
-// FileType is what a path is. For a symbolic link it is what the link leads
-// to, Unknown when it leads nowhere.
+// FileType is the type of a file. For a symbolic link it is that of the target, or
+// Unknown when the target does not exist.
 type FileType uint8
 
-// The file types the protocol knows; everything else is Unknown.
+// The file types of the protocol; everything else is Unknown.
 const (
 	Unknown FileType = iota
 	Regular
@@ -46,11 +46,11 @@ type Entry struct {
 	Metadata    map[string]string
 }
 
-// Stat describes path as user sees it.
+// Stat describes path, with the rights of user.
 func (c *Client) Stat(ctx context.Context, user, path string) (Entry, error) {
-	ctx, cancel := c.short(ctx)
+	ctx, cancel := c.callContext(ctx)
 	defer cancel()
-	res, err := c.files.Stat(ctx, as(user, &pb.StatRequest{Path: wire.Escape(path)}))
+	res, err := c.files.Stat(ctx, requestAs(user, &pb.StatRequest{Path: wire.Escape(path)}))
 	if err != nil {
 		return Entry{}, mapError(fmt.Sprintf("stat %q", path), err)
 	}
@@ -59,9 +59,9 @@ func (c *Client) Stat(ctx context.Context, user, path string) (Entry, error) {
 
 // ListDir lists path to the given depth (at least 1), in lexical order.
 func (c *Client) ListDir(ctx context.Context, user, path string, depth int) ([]Entry, error) {
-	ctx, cancel := c.short(ctx)
+	ctx, cancel := c.callContext(ctx)
 	defer cancel()
-	res, err := c.files.ListDir(ctx, as(user, &pb.ListDirRequest{Path: wire.Escape(path), Depth: uint32(max(depth, 1))})) //nolint:gosec // bounded below; a huge depth is the agent's to refuse
+	res, err := c.files.ListDir(ctx, requestAs(user, &pb.ListDirRequest{Path: wire.Escape(path), Depth: uint32(max(depth, 1))})) //nolint:gosec // bounded below; a huge depth is the agent's to refuse
 	if err != nil {
 		return nil, mapError(fmt.Sprintf("list %q", path), err)
 	}
@@ -74,9 +74,9 @@ func (c *Client) ListDir(ctx context.Context, user, path string, depth int) ([]E
 
 // MakeDir makes a directory and its parents. One that exists is kind Conflict.
 func (c *Client) MakeDir(ctx context.Context, user, path string) (Entry, error) {
-	ctx, cancel := c.short(ctx)
+	ctx, cancel := c.callContext(ctx)
 	defer cancel()
-	res, err := c.files.MakeDir(ctx, as(user, &pb.MakeDirRequest{Path: wire.Escape(path)}))
+	res, err := c.files.MakeDir(ctx, requestAs(user, &pb.MakeDirRequest{Path: wire.Escape(path)}))
 	if err != nil {
 		return Entry{}, mapError(fmt.Sprintf("make directory %q", path), err)
 	}
@@ -85,9 +85,9 @@ func (c *Client) MakeDir(ctx context.Context, user, path string) (Entry, error) 
 
 // Move renames source to destination and makes the destination's parents.
 func (c *Client) Move(ctx context.Context, user, source, destination string) (Entry, error) {
-	ctx, cancel := c.short(ctx)
+	ctx, cancel := c.callContext(ctx)
 	defer cancel()
-	res, err := c.files.Move(ctx, as(user, &pb.MoveRequest{Source: wire.Escape(source), Destination: wire.Escape(destination)}))
+	res, err := c.files.Move(ctx, requestAs(user, &pb.MoveRequest{Source: wire.Escape(source), Destination: wire.Escape(destination)}))
 	if err != nil {
 		return Entry{}, mapError(fmt.Sprintf("move %q", source), err)
 	}
@@ -96,9 +96,9 @@ func (c *Client) Move(ctx context.Context, user, source, destination string) (En
 
 // Remove removes path and everything below it. A missing path is no error.
 func (c *Client) Remove(ctx context.Context, user, path string) error {
-	ctx, cancel := c.short(ctx)
+	ctx, cancel := c.callContext(ctx)
 	defer cancel()
-	_, err := c.files.Remove(ctx, as(user, &pb.RemoveRequest{Path: wire.Escape(path)}))
+	_, err := c.files.Remove(ctx, requestAs(user, &pb.RemoveRequest{Path: wire.Escape(path)}))
 	return mapError(fmt.Sprintf("remove %q", path), err)
 }
 
@@ -110,10 +110,10 @@ type File struct {
 	Modified time.Time
 }
 
-// ReadFile opens path for reading as user. ctx governs the whole read.
+// ReadFile opens path for reading as user. Reading fails when ctx ends.
 func (c *Client) ReadFile(ctx context.Context, user, path string) (*File, error) {
 	what := fmt.Sprintf("read %q", path)
-	ctx, cancel := c.stream(ctx)
+	ctx, cancel := c.streamContext(ctx)
 	req, err := http.NewRequestWithContext(ctx, http.MethodGet, fileURL(user, path), nil)
 	if err != nil {
 		cancel()
@@ -139,12 +139,12 @@ func (b *body) Close() error {
 	return b.ReadCloser.Close()
 }
 
-// WriteFile writes all of data to path as user, making parents, and returns
-// what the guest stored: path, size and digest. size may be -1 when unknown.
-// ctx governs the whole write.
+// WriteFile writes data to path as user, creates missing parent directories, and
+// returns path, size and digest of what the guest stored. size may be -1 when it
+// is unknown.
 func (c *Client) WriteFile(ctx context.Context, user, path string, data io.Reader, size int64) (wire.WrittenFile, error) {
 	what := fmt.Sprintf("write %q", path)
-	ctx, cancel := c.stream(ctx)
+	ctx, cancel := c.streamContext(ctx)
 	defer cancel()
 	req, err := http.NewRequestWithContext(ctx, http.MethodPost, fileURL(user, path), data)
 	if err != nil {
@@ -162,32 +162,32 @@ func (c *Client) WriteFile(ctx context.Context, user, path string, data io.Reade
 		return wire.WrittenFile{}, err
 	}
 	if len(written) != 1 {
-		return wire.WrittenFile{}, kind.Errorf(kind.Internal, "%s: the guest answered for %d files", what, len(written))
+		return wire.WrittenFile{}, kind.Errorf(kind.Internal, "%s: the guest reported %d files", what, len(written))
 	}
 	written[0].Name, written[0].Path = wire.Unescape(written[0].Name), wire.Unescape(written[0].Path)
 	return written[0], nil
 }
 
-// Health returns nil when the agent answers.
+// Health returns nil when the agent responds.
 func (c *Client) Health(ctx context.Context) error {
-	ctx, cancel := c.short(ctx)
+	ctx, cancel := c.callContext(ctx)
 	defer cancel()
 	return c.doEmpty(ctx, "health", http.MethodGet, "/health")
 }
 
-// InitResult is what the agent says about its initialisation.
+// InitResult is what the agent reports about its initialisation.
 type InitResult struct {
-	Version     string        // the protocol level
+	Version     string        // of the protocol
 	Generation  uint64        // 1 for the first initialisation
-	ClockOffset time.Duration // host minus guest clock, before
-	ClockSet    bool          // whether the guest's kernel took the host's clock
+	ClockOffset time.Duration // host's clock minus guest's, before the call
+	ClockSet    bool          // whether the guest's clock was set
 }
 
-// Init initialises the agent, for the first time or after a restore, and from
-// then on the client uses the new token. It may be repeated: when the agent
-// has already taken the new token (an answer was lost), that is found out.
+// Init initialises the agent, for the first time or after a restore; the client
+// then uses the new token. It may be repeated: when the agent already has the new
+// token, because a response was lost, Init tries again with that one.
 func (c *Client) Init(ctx context.Context, init wire.InitRequest) (InitResult, error) {
-	ctx, cancel := c.short(ctx)
+	ctx, cancel := c.callContext(ctx)
 	defer cancel()
 	text, err := json.Marshal(init)
 	if err != nil {
@@ -200,7 +200,7 @@ func (c *Client) Init(ctx context.Context, init wire.InitRequest) (InitResult, e
 	if err != nil {
 		return InitResult{}, err
 	}
-	c.SetToken(init.AccessToken)
+	c.setToken(init.AccessToken)
 	return res, nil
 }
 
@@ -221,7 +221,7 @@ func (c *Client) init(ctx context.Context, text []byte, token string) (InitResul
 	generation, err1 := strconv.ParseUint(h.Get(wire.HeaderGeneration), 10, 64)
 	offset, err2 := strconv.ParseInt(h.Get(wire.HeaderClockOffset), 10, 64)
 	if err := errors.Join(err1, err2, res.Body.Close()); err != nil {
-		return InitResult{}, kind.Wrap(kind.Internal, fmt.Errorf("init: answer of the guest: %w", err))
+		return InitResult{}, kind.Wrap(kind.Internal, fmt.Errorf("init: response of the guest: %w", err))
 	}
 	return InitResult{
 		Version:     h.Get(wire.HeaderVersion),
@@ -231,11 +231,11 @@ func (c *Client) init(ctx context.Context, text []byte, token string) (InitResul
 	}, nil
 }
 
-// do sends req and returns the answer if it has the wanted status.
+// do sends req and returns the response if it has the wanted status.
 func (c *Client) do(what string, req *http.Request, want int) (*http.Response, error) {
 	res, err := c.http.Do(req)
 	if err != nil {
-		return nil, unreached(what, err)
+		return nil, transportError(what, err)
 	}
 	if res.StatusCode == want {
 		return res, nil
@@ -244,9 +244,9 @@ func (c *Client) do(what string, req *http.Request, want int) (*http.Response, e
 	err = errors.Join(err, res.Body.Close())
 	var b wire.ErrorBody
 	if jsonErr := json.Unmarshal(text, &b); jsonErr != nil || b.Message == "" {
-		b.Message = "unexpected answer " + res.Status
+		b.Message = "unexpected response " + res.Status
 	}
-	r := &refusal{what: what, text: b.Message, reason: wire.Reason(res.Header.Get(wire.HeaderReason)), cause: err}
+	r := &agentError{what: what, text: b.Message, reason: wire.Reason(res.Header.Get(wire.HeaderReason)), cause: err}
 	return nil, kind.Wrap(kindOfStatus(res.StatusCode), r)
 }
 
@@ -255,9 +255,9 @@ func (c *Client) doJSON(what string, req *http.Request, into any) error {
 	if err != nil {
 		return err
 	}
-	err = json.NewDecoder(io.LimitReader(res.Body, maxAnswer)).Decode(into)
+	err = json.NewDecoder(io.LimitReader(res.Body, maxResponse)).Decode(into)
 	if err = errors.Join(err, res.Body.Close()); err != nil {
-		return kind.Wrap(kind.Unavailable, fmt.Errorf("%s: answer of the guest: %w", what, err))
+		return kind.Wrap(kind.Unavailable, fmt.Errorf("%s: response of the guest: %w", what, err))
 	}
 	return nil
 }
@@ -282,7 +282,7 @@ func fileURL(user, path string) string {
 	return base + "/files?" + q.Encode()
 }
 
-func as[T any](user string, msg *T) *connect.Request[T] {
+func requestAs[T any](user string, msg *T) *connect.Request[T] {
 	req := connect.NewRequest(msg)
 	setUser(req.Header(), user)
 	return req

@@ -11,10 +11,10 @@ import (
 	"sync/atomic"
 	"syscall"
 	"time"
-	"unicode/utf8"
 
 	"connectrpc.com/connect"
 
+	"bivy/internal/argv"
 	"bivy/internal/guest/wire"
 	pb "bivy/internal/guest/wire/gen/process"
 	"bivy/internal/kind"
@@ -23,8 +23,8 @@ import (
 // Size is a terminal's size in character cells.
 type Size struct{ Cols, Rows uint32 }
 
-// Command is a program to run in the guest. There is no shell: Argv is what
-// the program gets, byte for byte.
+// Command is a program to run in the guest. No shell is involved: the program gets
+// exactly the bytes of Argv.
 type Command struct {
 	Argv    []string          // Argv[0] is looked up in the command's own PATH
 	Env     map[string]string // added to the sandbox's environment
@@ -33,7 +33,7 @@ type Command struct {
 	Tag     string            // optional name, for Attach by tag
 	PTY     *Size             // run on a terminal of this size
 	Stdin   bool              // keep a pipe to write to; otherwise /dev/null
-	Timeout time.Duration     // the whole process tree is killed after it; zero: never
+	Timeout time.Duration     // the whole process tree is killed after it; zero: no limit
 }
 
 // Exit is how a process ended.
@@ -44,8 +44,8 @@ type Exit struct {
 	TimedOut bool   // it was killed at Command.Timeout
 }
 
-// ShellCode returns what a shell would show: the code, 128+signal for a
-// process killed by a signal, 124 for one that ran into its timeout.
+// ShellCode returns the exit code as a shell and timeout(1) report it: the code,
+// 128+signal for a process killed by a signal, 124 after a timeout.
 func (e Exit) ShellCode() int {
 	switch {
 	case e.TimedOut:
@@ -61,7 +61,7 @@ func (e Exit) ShellCode() int {
 // EventKind says which field of an Event is set.
 type EventKind uint8
 
-// The kinds of events, in the order they can come: output, then one End.
+// The kinds of events: any number of outputs, then one End.
 const (
 	Stdout EventKind = iota + 1
 	Stderr
@@ -101,55 +101,52 @@ type Process struct {
 	ended   atomic.Bool
 }
 
-// Exec starts cmd and returns once it runs. ctx governs the subscription: when
-// it ends, Next returns an error, and the process goes on. The caller must
-// Close the process.
+// Exec starts cmd and returns once it runs. When ctx ends, Next returns an error
+// and the process continues. The caller must Close the process.
 func (c *Client) Exec(ctx context.Context, cmd Command) (*Process, error) {
-	if len(cmd.Argv) == 0 {
-		return nil, kind.Errorf(kind.Invalid, "is empty").WithField("argv")
+	what := argv.Command{Argv: cmd.Argv, Env: cmd.Env, Dir: cmd.Cwd}
+	if err := what.Check(); err != nil {
+		return nil, err
 	}
-	if m := wire.CheckCommand(cmd.Argv[0], cmd.Argv[1:], cmd.Env, cmd.Cwd); m != nil {
-		return nil, kind.Wrap(kind.Invalid, m)
-	}
-	request := &pb.StartRequest{Process: config(cmd), Stdin: &cmd.Stdin}
+	request := &pb.StartRequest{Process: config(what), Stdin: &cmd.Stdin}
 	if cmd.PTY != nil {
 		request.Pty = &pb.PTY{Size: &pb.PTY_Size{Cols: cmd.PTY.Cols, Rows: cmd.PTY.Rows}}
 	}
 	if cmd.Tag != "" {
 		request.Tag = &cmd.Tag
 	}
-	what := fmt.Sprintf("start %q", cmd.Argv[0])
-	ctx, cancel := c.stream(context.WithValue(ctx, limitKey{}, cmd.Timeout))
+	name := fmt.Sprintf("start %q", cmd.Argv[0])
+	ctx, cancel := c.streamContext(context.WithValue(ctx, limitKey{}, cmd.Timeout))
 	req := connect.NewRequest(request)
 	setUser(req.Header(), cmd.User)
 	stream, err := c.process.Start(ctx, req)
 	if err != nil {
 		cancel()
-		return nil, mapError(what, err)
+		return nil, mapError(name, err)
 	}
-	p := &Process{client: c, what: what, pty: cmd.PTY != nil, cancel: cancel, finish: stream.Close}
+	p := &Process{client: c, what: name, pty: cmd.PTY != nil, cancel: cancel, finish: stream.Close}
 	p.receive = func() (*pb.ProcessEvent, error) {
 		if !stream.Receive() {
 			return nil, stream.Err()
 		}
 		return stream.Msg().GetEvent(), nil
 	}
-	return p.started()
+	return p.awaitStart()
 }
 
-// Attach subscribes to a process that already runs, from now on. One that
-// ended less than [wire.Retention] ago still gives its End.
+// Attach subscribes to a running process; earlier output is not repeated. A
+// process that ended less than [wire.Retention] ago only gives its End.
 func (c *Client) Attach(ctx context.Context, pid uint32) (*Process, error) {
 	return c.attach(ctx, fmt.Sprintf("attach to process %d", pid), &pb.ProcessSelector{Selector: &pb.ProcessSelector_Pid{Pid: pid}})
 }
 
-// AttachTag is Attach by the tag given at the start.
+// AttachTag is Attach for the process that was started with a tag.
 func (c *Client) AttachTag(ctx context.Context, tag string) (*Process, error) {
 	return c.attach(ctx, fmt.Sprintf("attach to process %q", tag), &pb.ProcessSelector{Selector: &pb.ProcessSelector_Tag{Tag: tag}})
 }
 
 func (c *Client) attach(ctx context.Context, what string, sel *pb.ProcessSelector) (*Process, error) {
-	ctx, cancel := c.stream(ctx)
+	ctx, cancel := c.streamContext(ctx)
 	stream, err := c.process.Connect(ctx, connect.NewRequest(&pb.ConnectRequest{Process: sel}))
 	if err != nil {
 		cancel()
@@ -162,10 +159,10 @@ func (c *Client) attach(ctx context.Context, what string, sel *pb.ProcessSelecto
 		}
 		return stream.Msg().GetEvent(), nil
 	}
-	return p.started()
+	return p.awaitStart()
 }
 
-func (p *Process) started() (*Process, error) {
+func (p *Process) awaitStart() (*Process, error) {
 	event, err := p.receive()
 	if err != nil || event.GetStart() == nil {
 		if err == nil {
@@ -272,7 +269,7 @@ const inputChunk = 256 << 10
 
 // SendInput is Process.Write for a process known by id.
 func (c *Client) SendInput(ctx context.Context, pid uint32, pty bool, data []byte) error {
-	ctx, cancel := c.stream(ctx)
+	ctx, cancel := c.streamContext(ctx)
 	defer cancel()
 	for len(data) > 0 {
 		part := data[:min(len(data), inputChunk)]
@@ -291,7 +288,7 @@ func (c *Client) SendInput(ctx context.Context, pid uint32, pty bool, data []byt
 
 // CloseStdin is Process.CloseStdin for a process known by id.
 func (c *Client) CloseStdin(ctx context.Context, pid uint32) error {
-	ctx, cancel := c.short(ctx)
+	ctx, cancel := c.callContext(ctx)
 	defer cancel()
 	_, err := c.process.CloseStdin(ctx, connect.NewRequest(&pb.CloseStdinRequest{Process: byPID(pid)}))
 	return mapError(fmt.Sprintf("close input of process %d", pid), err)
@@ -299,7 +296,7 @@ func (c *Client) CloseStdin(ctx context.Context, pid uint32) error {
 
 // Resize is Process.Resize for a process known by id.
 func (c *Client) Resize(ctx context.Context, pid uint32, size Size) error {
-	ctx, cancel := c.short(ctx)
+	ctx, cancel := c.callContext(ctx)
 	defer cancel()
 	_, err := c.process.Update(ctx, connect.NewRequest(&pb.UpdateRequest{
 		Process: byPID(pid),
@@ -310,7 +307,7 @@ func (c *Client) Resize(ctx context.Context, pid uint32, size Size) error {
 
 // Signal is Process.Signal for a process known by id.
 func (c *Client) Signal(ctx context.Context, pid uint32, sig syscall.Signal) error {
-	ctx, cancel := c.short(ctx)
+	ctx, cancel := c.callContext(ctx)
 	defer cancel()
 	_, err := c.process.SendSignal(ctx, connect.NewRequest(&pb.SendSignalRequest{Process: byPID(pid), Signal: pb.Signal(sig)}))
 	return mapError(fmt.Sprintf("signal process %d", pid), err)
@@ -318,7 +315,7 @@ func (c *Client) Signal(ctx context.Context, pid uint32, sig syscall.Signal) err
 
 // Processes lists what runs.
 func (c *Client) Processes(ctx context.Context) ([]ProcessInfo, error) {
-	ctx, cancel := c.short(ctx)
+	ctx, cancel := c.callContext(ctx)
 	defer cancel()
 	res, err := c.process.List(ctx, connect.NewRequest(&pb.ListRequest{}))
 	if err != nil {
@@ -339,36 +336,12 @@ func byPID(pid uint32) *pb.ProcessSelector {
 	return &pb.ProcessSelector{Selector: &pb.ProcessSelector_Pid{Pid: pid}}
 }
 
-// config turns a command into its message; text that is not UTF-8 makes the
-// whole of it escaped.
-func config(cmd Command) *pb.ProcessConfig {
-	cfg := &pb.ProcessConfig{Cmd: cmd.Argv[0], Args: cmd.Argv[1:], Envs: cmd.Env}
-	if cmd.Cwd != "" {
-		cfg.Cwd = &cmd.Cwd
-	}
-	plain := utf8.ValidString(cmd.Cwd)
-	for _, a := range cmd.Argv {
-		plain = plain && utf8.ValidString(a)
-	}
-	for k, v := range cmd.Env {
-		plain = plain && utf8.ValidString(k) && utf8.ValidString(v)
-	}
-	if plain {
-		return cfg
-	}
-	cfg.Escaped = true
-	cfg.Cmd = wire.Escape(cfg.Cmd)
-	cfg.Args = make([]string, len(cmd.Argv)-1)
-	for i, a := range cmd.Argv[1:] {
-		cfg.Args[i] = wire.Escape(a)
-	}
-	cfg.Envs = make(map[string]string, len(cmd.Env))
-	for k, v := range cmd.Env {
-		cfg.Envs[wire.Escape(k)] = wire.Escape(v)
-	}
-	cwd := wire.Escape(cmd.Cwd)
-	if cwd != "" {
-		cfg.Cwd = &cwd
+// config turns a command into its message.
+func config(cmd argv.Command) *pb.ProcessConfig {
+	text, escaped := wire.EscapeCommand(cmd)
+	cfg := &pb.ProcessConfig{Cmd: text.Argv[0], Args: text.Argv[1:], Envs: text.Env, Escaped: escaped}
+	if text.Dir != "" {
+		cfg.Cwd = &text.Dir
 	}
 	return cfg
 }

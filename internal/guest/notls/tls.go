@@ -1,10 +1,10 @@
-// Package tls stands in for crypto/tls when bivy-guest is built (see
-// cmd/bivy-guest/build.sh). The agent is spoken to over a link inside one
-// machine and never uses TLS, yet net/http's server would link all of it: a
-// sixth of the binary, which every sandbox maps and every template carries.
+// Package tls replaces crypto/tls when bivy-guest is built (see
+// cmd/bivy-guest/build.sh). The agent serves over a link inside one machine and
+// never uses TLS, but net/http would link all of crypto/tls: a sixth of the
+// binary, which every sandbox maps and every template contains.
 //
-// It has what net/http names, and none of it works. A Go release that names
-// more makes that build fail, and then this file has to follow.
+// It declares what net/http refers to; every function fails. When a Go release
+// refers to more, that build fails and the declaration has to be added here.
 package tls
 
 import (
@@ -14,12 +14,12 @@ import (
 	"net"
 )
 
-var errLeftOut = errors.New("tls: left out of this program")
+var errLeftOut = errors.New("tls: not supported by this program")
 
-// Certificate stands for a key pair.
+// Certificate replaces the key pair of crypto/tls.
 type Certificate struct{}
 
-// CertificateVerificationError stands for a refused peer.
+// CertificateVerificationError replaces the error for a peer's certificate.
 type CertificateVerificationError struct {
 	UnverifiedCertificates []*x509.Certificate
 	Err                    error
@@ -28,10 +28,10 @@ type CertificateVerificationError struct {
 // Error returns the text of Err.
 func (e *CertificateVerificationError) Error() string { return e.Err.Error() }
 
-// ClientHelloInfo stands for the first message of a client.
+// ClientHelloInfo replaces the first message of a client.
 type ClientHelloInfo struct{ Conn net.Conn }
 
-// Config stands for a configuration.
+// Config replaces the configuration.
 type Config struct {
 	Certificates       []Certificate
 	GetCertificate     func(*ClientHelloInfo) (*Certificate, error)
@@ -43,7 +43,7 @@ type Config struct {
 // Clone returns a copy.
 func (c *Config) Clone() *Config { d := *c; return &d }
 
-// ConnectionState stands for what was agreed; nothing ever is.
+// ConnectionState replaces the state of a connection; it is always zero.
 type ConnectionState struct {
 	NegotiatedProtocol         string
 	NegotiatedProtocolIsMutual bool
@@ -51,35 +51,35 @@ type ConnectionState struct {
 	PeerCertificates           []*x509.Certificate
 }
 
-// Conn stands for a connection. There are none.
+// Conn replaces a TLS connection. Its handshake always fails.
 type Conn struct{ net.Conn }
 
-// ConnectionState returns nothing.
+// ConnectionState returns the zero state.
 func (c *Conn) ConnectionState() ConnectionState { return ConnectionState{} }
 
-// HandshakeContext refuses.
+// HandshakeContext always fails.
 func (c *Conn) HandshakeContext(context.Context) error { return errLeftOut }
 
-// Handshake refuses.
+// Handshake always fails.
 func (c *Conn) Handshake() error { return errLeftOut }
 
-// VerifyHostname refuses.
+// VerifyHostname always fails.
 func (c *Conn) VerifyHostname(string) error { return errLeftOut }
 
 // Client returns a connection whose handshake fails.
 func Client(conn net.Conn, _ *Config) *Conn { return &Conn{conn} }
 
-// NewListener returns a listener that accepts nothing.
+// NewListener returns a listener whose Accept always fails.
 func NewListener(inner net.Listener, _ *Config) net.Listener { return refusing{inner} }
 
 type refusing struct{ net.Listener }
 
 func (refusing) Accept() (net.Conn, error) { return nil, errLeftOut }
 
-// LoadX509KeyPair refuses.
+// LoadX509KeyPair always fails.
 func LoadX509KeyPair(string, string) (Certificate, error) { return Certificate{}, errLeftOut }
 
-// RecordHeaderError stands for a peer that does not speak TLS.
+// RecordHeaderError replaces the error for a peer that does not use TLS.
 type RecordHeaderError struct {
 	Msg          string
 	RecordHeader [5]byte

@@ -10,7 +10,7 @@ import (
 	"bivy/internal/guest/wire"
 )
 
-// stream says which of a process's outputs a chunk came from.
+// stream is the output of a process that a chunk was read from.
 type stream uint8
 
 const (
@@ -19,9 +19,9 @@ const (
 	terminal
 )
 
-// chunk is a piece of output shared by all subscribers; the last one to let go
-// gives it back to the pool. A subscriber that leaves with chunks in its queue
-// leaves them to the garbage collector.
+// chunk is a piece of output that all subscribers share. When the last one
+// releases it, it returns to the pool. Chunks in the queue of a subscriber that
+// unsubscribes are left to the garbage collector.
 type chunk struct {
 	from stream
 	data []byte
@@ -42,7 +42,7 @@ func (p *chunkPool) put(c *chunk) {
 	p.pool.Put(c)
 }
 
-// release lets go of one reference.
+// release drops one reference.
 func (p *chunkPool) release(c *chunk) {
 	if c.refs.Add(-1) == 0 {
 		p.put(c)
@@ -63,23 +63,23 @@ func (c *chunk) event() *pb.ProcessEvent {
 	return &pb.ProcessEvent{Event: &pb.ProcessEvent_Data{Data: data}}
 }
 
-// queue is how many chunks wait for one subscriber: enough to read the next
-// while one is being sent, little enough to be nothing in memory.
+// queue is how many chunks can wait for one subscriber. With two, the next chunk
+// is read while one is sent.
 const queue = 2
 
 // subscriber is one stream that follows a process.
 type subscriber struct {
-	chunks chan *chunk   // closed after the last one
-	gone   chan struct{} // closed when the stream has ended
+	chunks       chan *chunk   // closed after the last one
+	unsubscribed chan struct{} // closed when the subscriber's stream has ended
 }
 
-// fanout hands the output of one process to whoever follows it. A follower
-// that is slow slows the process down, as a pipe would; one that is gone does
-// not. Without followers the output is dropped.
+// fanout sends the output of one process to its followers. A slow follower makes
+// the process wait, like a full pipe; one that has unsubscribed does not. Without
+// followers the output is dropped.
 type fanout struct {
 	pool *chunkPool
 
-	sending sync.Mutex // one chunk at a time, so that all see the same order
+	sending sync.Mutex // one chunk at a time, so that all followers see the same order
 
 	mu     sync.Mutex
 	subs   map[*subscriber]struct{}
@@ -87,7 +87,7 @@ type fanout struct {
 }
 
 func (f *fanout) subscribe() *subscriber {
-	s := &subscriber{chunks: make(chan *chunk, queue), gone: make(chan struct{})}
+	s := &subscriber{chunks: make(chan *chunk, queue), unsubscribed: make(chan struct{})}
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	if f.closed {
@@ -102,8 +102,8 @@ func (f *fanout) subscribe() *subscriber {
 }
 
 // leave ends a subscription; it must be called once.
-func (f *fanout) leave(s *subscriber) {
-	close(s.gone)
+func (f *fanout) unsubscribe(s *subscriber) {
+	close(s.unsubscribed)
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	delete(f.subs, s)
@@ -122,14 +122,14 @@ func (f *fanout) send(c *chunk) {
 	for _, s := range subs {
 		select {
 		case s.chunks <- c:
-		case <-s.gone:
+		case <-s.unsubscribed:
 			f.pool.release(c)
 		}
 	}
 	f.pool.release(c)
 }
 
-// close tells the followers that there is no more. No send may follow.
+// close closes the followers' channels. send must not be called after it.
 func (f *fanout) close() {
 	f.sending.Lock()
 	defer f.sending.Unlock()
@@ -143,9 +143,9 @@ func (f *fanout) close() {
 }
 
 // readable waits until f has something and reads it into a chunk from the
-// pool. No chunk is held while there is nothing to read, so a thousand quiet
+// pool. No chunk is held while there is nothing to read, so a thousand quietTime
 // processes cost no buffers. The end of the file gives nil without an error.
-func readable(f *os.File, pool *chunkPool, limit int) (*chunk, error) {
+func waitRead(f *os.File, pool *chunkPool, limit int) (*chunk, error) {
 	raw, err := f.SyscallConn()
 	if err != nil {
 		return nil, err
@@ -154,7 +154,7 @@ func readable(f *os.File, pool *chunkPool, limit int) (*chunk, error) {
 	var readErr error
 	err = raw.Read(func(fd uintptr) bool {
 		c, readErr = readChunk(int(fd), pool, limit)
-		return !again(readErr)
+		return !isEAGAIN(readErr)
 	})
 	if err != nil {
 		return nil, err

@@ -95,7 +95,7 @@ func TestFanout(t *testing.T) {
 		if sent != queue {
 			t.Errorf("%d chunks are sent past those that do not read, want %d", sent, queue)
 		}
-		f.leave(leaver)
+		f.unsubscribe(leaver)
 		synctest.Wait()
 		if sent != queue {
 			t.Errorf("%d chunks are sent past the slow one, want %d", sent, queue)
@@ -112,7 +112,7 @@ func TestFanout(t *testing.T) {
 		if d := cmp.Diff([]byte{0, 1, 2, 3, 4, 5, 6, 7, 8, 9}, got); d != "" || n != 10 {
 			t.Error(n, d)
 		}
-		f.leave(slow)
+		f.unsubscribe(slow)
 		if _, ok := <-f.subscribe().chunks; ok {
 			t.Error("a late one gets chunks")
 		}

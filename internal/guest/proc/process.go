@@ -14,19 +14,21 @@ import (
 )
 
 const (
-	// quiet is how long the output may be silent after the leader's exit
-	// before it counts as finished although a background process still has the
-	// other end open, as in sh -c 'server & echo ready'.
-	quiet = 100 * time.Millisecond
-	// lingering is how long, at most, output of such a background process is
-	// reported after all that the leader left in the pipe.
-	lingering = 2 * time.Second
-	flood     = 1 << 20 // bytes of it
-	// terminalBuffer is more than a kernel keeps for a terminal's reader.
+	// quietTime is how long, after the leader's exit, the agent waits for more
+	// output before it considers the output finished although a background
+	// process has the pipe open, as in sh -c 'server & echo ready'.
+	quietTime = 100 * time.Millisecond
+	// maxAfterExit limits how long output of such a background process is
+	// reported after the leader's own output, and maxAfterExitBytes how much.
+	maxAfterExit      = 2 * time.Second
+	maxAfterExitBytes = 1 << 20
+	// terminalBuffer is more bytes than a kernel buffers for the reader of a
+	// terminal.
 	terminalBuffer = 64 << 10
 )
 
-// Process is one process started through the service, with its descendants.
+// Process is one process started through the service, with its descendants. The
+// process itself is called the leader.
 type Process struct {
 	pid    int
 	tag    *string
@@ -36,7 +38,7 @@ type Process struct {
 	out    fanout
 
 	pty     *os.File   // the terminal's master, or nil
-	outputs []*os.File // what is read, in the order of their streams
+	outputs []*os.File // stdout and stderr, or the terminal
 
 	input chan struct{} // capacity 1: held while input is written
 	stdin *os.File      // the pipe's write end or nil; guarded by input
@@ -61,17 +63,17 @@ var (
 )
 
 // left is called by the reaper when the leader is gone.
-func (p *Process) left(status unix.WaitStatus) {
+func (p *Process) onExit(status unix.WaitStatus) {
 	p.status, p.exitAt = status, time.Now()
 	close(p.exited)
-	// Whoever waits in a read gets until the end of the quiet time.
+	// Readers that wait get until the end of the quiet time.
 	for _, f := range p.outputs {
-		_ = f.SetReadDeadline(p.exitAt.Add(quiet)) // fails only on a closed file
+		_ = f.SetReadDeadline(p.exitAt.Add(quietTime)) // fails only on a closed file
 	}
 }
 
-// run reads the outputs, and when they and the leader are finished, says so.
-// The caller starts it on a goroutine of its own.
+// run reads the outputs. When they and the leader have ended it sets the end event
+// and calls ended. The caller starts it in a goroutine.
 func (p *Process) run(ended func(*Process)) {
 	var readers sync.WaitGroup
 	for i, f := range p.outputs {
@@ -94,43 +96,43 @@ func (p *Process) run(ended func(*Process)) {
 	ended(p)
 	p.closeInput()
 	if p.pty != nil {
-		_ = p.pty.Close() // hangs up what is left on the terminal
+		_ = p.pty.Close() // the kernel sends SIGHUP to processes left on the terminal
 	}
 }
 
-// read follows one output until its end, or until the leader has gone and
-// nothing more comes. A pipe that outlives the leader goes on being drained,
-// so that a background process neither blocks nor dies of it.
+// read sends one output to the followers until its end, or until the leader has
+// ended and no more output comes. A pipe that a background process has open is
+// still drained after that, so that the process neither blocks nor gets SIGPIPE.
 func (p *Process) read(f *os.File, from stream, limit int) {
-	var waited time.Duration // in reads, since the leader's exit was noticed
-	left := -1               // of what the leader left behind, in bytes
-	more := 0                // what came after that
+	var waited time.Duration // in reads since the leader's exit
+	left := -1               // bytes of the leader's own output that are unread; -1: not known yet
+	more := 0                // bytes read after those
 	for {
 		began := time.Now()
-		gone := p.gone()
+		gone := p.hasExited()
 		if gone {
 			if left < 0 {
-				left = p.leftIn(f)
+				left = p.unreadBytes(f)
 			}
-			if (left == 0 && (began.Sub(p.exitAt) > lingering || more > flood)) || waited > lingering {
+			if (left == 0 && (began.Sub(p.exitAt) > maxAfterExit || more > maxAfterExitBytes)) || waited > maxAfterExit {
 				p.drain(f)
 				return
 			}
-			// Time spent on a slow follower must not count as silence.
-			_ = f.SetReadDeadline(began.Add(quiet)) // fails only on a closed file
+			// Set here, so that the time spent on a slow follower does not count.
+			_ = f.SetReadDeadline(began.Add(quietTime)) // fails only on a closed file
 		}
-		c, err := readable(f, p.out.pool, limit)
+		c, err := waitRead(f, p.out.pool, limit)
 		if errors.Is(err, os.ErrDeadlineExceeded) {
 			if !gone {
 				continue
 			}
-			// The deadline may have passed before there was a chance to look.
-			if c, err = tryRead(f, p.out.pool, limit); again(err) {
+			// The deadline may have passed before the first read.
+			if c, err = tryRead(f, p.out.pool, limit); isEAGAIN(err) {
 				p.drain(f)
 				return
 			}
 		}
-		if err != nil || c == nil { // the end; a terminal says so with EIO
+		if err != nil || c == nil { // the end, which a terminal reports as EIO
 			if p.pty == nil {
 				_ = f.Close()
 			}
@@ -146,7 +148,7 @@ func (p *Process) read(f *os.File, from stream, limit int) {
 	}
 }
 
-func (p *Process) gone() bool {
+func (p *Process) hasExited() bool {
 	select {
 	case <-p.exited:
 		return true
@@ -157,7 +159,7 @@ func (p *Process) gone() bool {
 
 // leftIn bounds how much of the leader's output is still unread. A pipe says
 // so exactly; a terminal does not, but its buffer is small.
-func (p *Process) leftIn(f *os.File) int {
+func (p *Process) unreadBytes(f *os.File) int {
 	if p.pty != nil {
 		return terminalBuffer
 	}
@@ -167,14 +169,13 @@ func (p *Process) leftIn(f *os.File) int {
 // drain reads and drops the rest of a pipe in the background.
 func (p *Process) drain(f *os.File) {
 	if p.pty != nil {
-		return // closed by run, which hangs up
+		return // run closes the terminal
 	}
-	// Ends when the last background process closes the pipe or dies, at the
-	// latest with the guest.
+	// Ends when the last background process closes the pipe or ends.
 	go func() {
 		_ = f.SetReadDeadline(time.Time{}) // fails only on a closed file
 		for {
-			c, err := readable(f, p.out.pool, wire.OutputChunk)
+			c, err := waitRead(f, p.out.pool, wire.OutputChunk)
 			if err != nil || c == nil {
 				_ = f.Close()
 				return
@@ -184,7 +185,7 @@ func (p *Process) drain(f *os.File) {
 	}()
 }
 
-// limit arranges for the tree to be killed at the deadline.
+// limit makes a timer kill the tree at the deadline.
 func (p *Process) limit(deadline time.Time) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -199,7 +200,7 @@ func (p *Process) limit(deadline time.Time) {
 	})
 }
 
-// expired reports that the lifetime limit ended the process.
+// expired reports whether the process was killed at its deadline.
 func (p *Process) expired() bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -208,14 +209,14 @@ func (p *Process) expired() bool {
 
 // kill ends the whole tree.
 func (p *Process) kill() {
-	// The group at once, then whatever has left it.
+	// First the process group, then descendants that have left it.
 	_, _ = p.reaper.signal(p.pid, unix.SIGSTOP, true)
 	killTree(p.pid, p.mark)
 	_, _ = p.reaper.signal(p.pid, unix.SIGKILL, true)
 }
 
-// signal sends sig to the process group, on a terminal to the foreground group
-// too. SIGKILL means the tree.
+// signal sends sig to the process group and, on a terminal, to the foreground
+// process group. SIGKILL goes to the whole tree.
 func (p *Process) signal(sig unix.Signal) error {
 	if sig == unix.SIGKILL {
 		p.kill()
@@ -241,7 +242,8 @@ func missing(found bool) error {
 	return unix.ESRCH
 }
 
-// write feeds input; it gives up when ctx is done.
+// write writes input to standard input or to the terminal. It stops when ctx is
+// done or the process ends.
 func (p *Process) write(ctx context.Context, data []byte, toTerminal bool) error {
 	select {
 	case p.input <- struct{}{}:
@@ -263,8 +265,8 @@ func (p *Process) write(ctx context.Context, data []byte, toTerminal bool) error
 	if err := f.SetWriteDeadline(time.Time{}); err != nil {
 		return err
 	}
-	// The end of the process interrupts a write too: a background process may
-	// hold the other end and never read.
+	// The end of the process interrupts a write, because a background process
+	// may have the pipe open and never read.
 	stop, stopped := make(chan struct{}), make(chan struct{})
 	go func() {
 		defer close(stopped)
@@ -278,7 +280,7 @@ func (p *Process) write(ctx context.Context, data []byte, toTerminal bool) error
 	}()
 	_, err := f.Write(data)
 	close(stop)
-	<-stopped // or it could interrupt the next write
+	<-stopped // otherwise it could interrupt the next write
 	if errors.Is(err, os.ErrDeadlineExceeded) {
 		if ctx.Err() != nil {
 			return ctx.Err()
@@ -288,7 +290,7 @@ func (p *Process) write(ctx context.Context, data []byte, toTerminal bool) error
 	return err
 }
 
-// closeStdin closes the pipe for good.
+// closeStdin closes the standard input pipe.
 func (p *Process) closeStdin(ctx context.Context) error {
 	if p.pty != nil {
 		return errIsTerminal
@@ -307,8 +309,8 @@ func (p *Process) closeStdin(ctx context.Context) error {
 	return err
 }
 
-// closeInput is closeStdin at the end of the process; a write that is under
-// way has been interrupted by then.
+// closeInput closes the pipe at the end of the process. A write in progress has
+// been interrupted by then.
 func (p *Process) closeInput() {
 	p.input <- struct{}{}
 	defer func() { <-p.input }()

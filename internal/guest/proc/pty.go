@@ -21,14 +21,14 @@ func readFD(fd int, buf []byte) (int, error) {
 	}
 }
 
-func again(err error) bool { return errors.Is(err, unix.EAGAIN) }
+func isEAGAIN(err error) bool { return errors.Is(err, unix.EAGAIN) }
 
-// pending returns how many bytes wait to be read.
+// pending returns how many bytes can be read from f without waiting.
 func pending(f *os.File) int {
 	n := 0
 	raw, err := f.SyscallConn()
 	if err == nil {
-		_ = raw.Control(func(fd uintptr) { // an error leaves 0: nothing waits
+		_ = raw.Control(func(fd uintptr) { // on an error n stays 0
 			if got, err := unix.IoctlGetInt(int(fd), unix.TIOCINQ); err == nil {
 				n = got
 			}
@@ -37,8 +37,8 @@ func pending(f *os.File) int {
 	return n
 }
 
-// openPTY opens a new terminal: the master, and a descriptor of the slave that
-// belongs to uid.
+// openPTY opens a new pseudoterminal and returns the master and a descriptor of
+// the slave, which belongs to uid.
 func openPTY(uid uint32, size *pb.PTY_Size) (master *os.File, slave int, err error) {
 	fd, err := unix.Open("/dev/ptmx", unix.O_RDWR|unix.O_NOCTTY|unix.O_CLOEXEC|unix.O_NONBLOCK, 0)
 	if err != nil {
@@ -61,8 +61,8 @@ func openPTY(uid uint32, size *pb.PTY_Size) (master *os.File, slave int, err err
 	if err != nil {
 		return fail("open "+path, err)
 	}
-	// So that the user's programs can open it by name. Not every kernel lets
-	// the owner of a terminal change, and few programs need it.
+	// Lets the user's programs open the terminal by name. Not every kernel
+	// supports it, and few programs need it.
 	_ = unix.Fchown(slave, int(uid), -1)
 	if err := setSize(master, size); err != nil {
 		_ = unix.Close(slave)
@@ -71,10 +71,11 @@ func openPTY(uid uint32, size *pb.PTY_Size) (master *os.File, slave int, err err
 	return master, slave, nil
 }
 
-// setSize sets a terminal's size. Zero is what a client sends that does not
-// know; a terminal without cells breaks programs, so it becomes 80 by 24.
+// setSize sets a terminal's size in character cells. A client that does not know
+// the size sends zero, which becomes 80 by 24: programs fail on a terminal of
+// size zero.
 func setSize(master *os.File, size *pb.PTY_Size) error {
-	ws := unix.Winsize{Col: cells(size.GetCols(), 80), Row: cells(size.GetRows(), 24)}
+	ws := unix.Winsize{Col: cellCount(size.GetCols(), 80), Row: cellCount(size.GetRows(), 24)}
 	raw, err := master.SyscallConn()
 	if err != nil {
 		return err
@@ -86,7 +87,7 @@ func setSize(master *os.File, size *pb.PTY_Size) error {
 	return set
 }
 
-func cells(n uint32, otherwise uint16) uint16 {
+func cellCount(n uint32, otherwise uint16) uint16 {
 	if n == 0 {
 		return otherwise
 	}

@@ -1,6 +1,3 @@
-// Package proc starts and owns the processes of a guest: it is the process
-// service of the agent and, below it, what a process with id 1 owes the
-// system, reaping every orphan.
 package proc
 
 import (
@@ -15,32 +12,32 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Reaper waits for all children of this process, its own and the orphans that
-// come to it. There must be only one in a program, and nothing else may wait
-// for children: no os/exec, no os.Process.Wait.
+// Reaper waits for all children of this process: those that it starts and the
+// orphans that the kernel assigns to it. A program must have only one, and nothing
+// else may wait for children: no os/exec, no os.Process.Wait.
 //
-// It holds one lock while it forks and while it reaps. So an exit is never
-// seen before the start it belongs to, and a signal never reaches a process
-// that took over the number of one that is gone.
+// It holds one lock while it forks and while it reaps, so that the exit of a child
+// is never seen before its start, and a signal never reaches another process that
+// was given the same pid.
 type Reaper struct {
 	log *slog.Logger
 
 	mu       sync.Mutex
 	children map[int]func(unix.WaitStatus)
-	mark     uint64 // of the youngest child; see spawn
+	mark     uint64 // of the newest child; see spawn
 }
 
-// firstMark is far above any memory a process could have, so that a limit of
-// this size limits nothing.
+// firstMark is the highest mark. It is far above the memory of any process, so
+// that a limit of this size has no effect.
 const firstMark = 1 << 62
 
-// lastMark is where marking stops making sense.
+// lastMark is the lowest mark. Below it children are not marked.
 const lastMark = 1 << 61
 
 // NewReaper makes this process the reaper of its descendants.
 func NewReaper(log *slog.Logger) (*Reaper, error) {
 	if os.Getpid() != 1 {
-		// Process 1 inherits orphans by right; anyone else has to ask.
+		// The kernel assigns orphans to process 1, or to a process that asks.
 		if err := unix.Prctl(unix.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0); err != nil {
 			return nil, fmt.Errorf("become the reaper of descendants: %w", err)
 		}
@@ -50,7 +47,7 @@ func NewReaper(log *slog.Logger) (*Reaper, error) {
 
 // Run reaps until ctx is done.
 func (r *Reaper) Run(ctx context.Context) {
-	// One pending notice is enough: each makes us reap all there is.
+	// One pending signal is enough, since reap waits for all that have ended.
 	died := make(chan os.Signal, 1)
 	signal.Notify(died, unix.SIGCHLD)
 	defer signal.Stop(died)
@@ -76,7 +73,7 @@ func (r *Reaper) reap() {
 		r.mu.Unlock()
 		switch {
 		case err == unix.EINTR:
-		case pid <= 0: // none has ended, or there is none
+		case pid <= 0: // no child has ended, or there is none
 			return
 		case exited != nil:
 			exited(status)
@@ -89,20 +86,20 @@ func (r *Reaper) reap() {
 // spawn forks a child. exited is called once, from the reaping goroutine, when
 // the child ends; it must not block.
 //
-// mark identifies the child and all that descends from it: it is the limit on
-// resident memory (RLIMIT_RSS), which no kernel has enforced since Linux 2.4,
-// which every descendant inherits whatever it does to its session, parents,
-// environment, files or user, and which /proc shows to everyone. Marks count
-// down, as anybody may lower a limit.
+// mark identifies the child and all its descendants. It is the value of the
+// resource limit RLIMIT_RSS, which Linux has not enforced since 2.4, which every
+// descendant inherits whatever it does to its session, parent, environment or
+// user, and which /proc shows. Marks count down, because lowering a limit needs no
+// privilege.
 func (r *Reaper) spawn(path string, argv []string, attr *syscall.ProcAttr, exited func(unix.WaitStatus)) (pid int, mark uint64, err error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if r.mark > lastMark {
 		limit := unix.Rlimit{Cur: r.mark - 1, Max: r.mark - 1}
 		if err := unix.Prlimit(0, unix.RLIMIT_RSS, &limit, nil); err != nil {
-			// Not even lowering is allowed: the tree is then found by
-			// parents, sessions and groups alone.
-			r.log.Warn("processes cannot be marked", "err", err)
+			// Without marks a tree is found by parents, sessions and process
+			// groups only.
+			r.log.Warn("cannot set RLIMIT_RSS, which marks descendants", "err", err)
 			r.mark = 0
 		} else {
 			r.mark--
@@ -117,8 +114,8 @@ func (r *Reaper) spawn(path string, argv []string, attr *syscall.ProcAttr, exite
 	return pid, mark, nil
 }
 
-// signal sends sig to a child that has not been reaped; group includes its
-// process group. It reports whether there was one.
+// signal sends sig to a child that has not been reaped, or with group to its
+// process group. It reports whether there is such a child.
 func (r *Reaper) signal(pid int, sig unix.Signal, group bool) (bool, error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()

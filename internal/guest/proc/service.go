@@ -26,7 +26,7 @@ import (
 const (
 	// MaxProcesses is how many processes may run through the service at once.
 	MaxProcesses = 4096
-	// maxEnded is how many ends are kept for late callers.
+	// maxEnded is how many ended processes are kept for later Connect calls.
 	maxEnded = 1024
 	// keepalive is the default interval of keep-alive events.
 	keepalive = 90 * time.Second
@@ -34,10 +34,10 @@ const (
 
 // Service implements the process service of package wire.
 type Service struct {
-	realm  *accounts.Realm
-	reaper *Reaper
-	log    *slog.Logger
-	pool   chunkPool
+	resolver *accounts.Resolver
+	reaper   *Reaper
+	log      *slog.Logger
+	pool     chunkPool
 
 	mu       sync.Mutex
 	running  map[int]*Process
@@ -46,12 +46,12 @@ type Service struct {
 }
 
 // NewService returns a service whose processes reaper waits for.
-func NewService(realm *accounts.Realm, reaper *Reaper, log *slog.Logger) *Service {
-	return &Service{realm: realm, reaper: reaper, log: log, running: map[int]*Process{}}
+func NewService(resolver *accounts.Resolver, reaper *Reaper, log *slog.Logger) *Service {
+	return &Service{resolver: resolver, reaper: reaper, log: log, running: map[int]*Process{}}
 }
 
-// Username returns the user a request names, by HTTP Basic without a password,
-// or "".
+// Username returns the user that a request names in HTTP Basic authentication
+// without a password, or "".
 func Username(h http.Header) (string, error) {
 	value := h.Get("Authorization")
 	scheme, credentials, _ := strings.Cut(value, " ")
@@ -67,12 +67,12 @@ func Username(h http.Header) (string, error) {
 }
 
 // User resolves the user of a request to an account.
-func User(realm *accounts.Realm, h http.Header) (accounts.User, error) {
+func User(resolver *accounts.Resolver, h http.Header) (accounts.User, error) {
 	name, err := Username(h)
 	if err != nil {
 		return accounts.User{}, err
 	}
-	u, err := realm.User(name)
+	u, err := resolver.User(name)
 	var unknown *accounts.UnknownError
 	if errors.As(err, &unknown) {
 		return u, wire.NewError(connect.CodeUnauthenticated, wire.ReasonUser, err)
@@ -98,7 +98,7 @@ func (s *Service) List(context.Context, *connect.Request[pb.ListRequest]) (*conn
 // Start implements the service. The call's timeout is the lifetime limit of
 // the process, so it does not end the stream; the end of the process does.
 func (s *Service) Start(ctx context.Context, req *connect.Request[pb.StartRequest], stream *connect.ServerStream[pb.StartResponse]) error {
-	u, err := User(s.realm, req.Header())
+	u, err := User(s.resolver, req.Header())
 	if err != nil {
 		return err
 	}
@@ -106,7 +106,7 @@ func (s *Service) Start(ctx context.Context, req *connect.Request[pb.StartReques
 	if err != nil {
 		return err
 	}
-	defer p.out.leave(sub)
+	defer p.out.unsubscribe(sub)
 	res := &pb.StartResponse{}
 	end, err := s.follow(ctx, p, sub, req.Header(), true, func(e *pb.ProcessEvent) error {
 		res.Event = e
@@ -116,7 +116,7 @@ func (s *Service) Start(ctx context.Context, req *connect.Request[pb.StartReques
 		return err
 	}
 	if p.expired() {
-		return wire.NewError(connect.CodeDeadlineExceeded, wire.ReasonTimeout, errors.New("the process ran into its timeout and was killed"))
+		return wire.NewError(connect.CodeDeadlineExceeded, wire.ReasonTimeout, errors.New("the process exceeded its timeout and was killed"))
 	}
 	return stream.Send(&pb.StartResponse{Event: end})
 }
@@ -128,7 +128,7 @@ func (s *Service) Connect(ctx context.Context, req *connect.Request[pb.ConnectRe
 		return err
 	}
 	sub := p.out.subscribe()
-	defer p.out.leave(sub)
+	defer p.out.unsubscribe(sub)
 	res := &pb.ConnectResponse{}
 	end, err := s.follow(ctx, p, sub, req.Header(), false, func(e *pb.ProcessEvent) error {
 		res.Event = e
@@ -168,7 +168,7 @@ func (s *Service) follow(ctx context.Context, p *Process, sub *subscriber, h htt
 			}
 		case <-cancelled:
 			if lifetime && errors.Is(ctx.Err(), context.DeadlineExceeded) {
-				cancelled = nil // the process is being killed; its end follows
+				cancelled = nil // the process is being killed; its end event follows
 				continue
 			}
 			return nil, ctx.Err()
@@ -176,7 +176,7 @@ func (s *Service) follow(ctx context.Context, p *Process, sub *subscriber, h htt
 	}
 }
 
-// Keepalive returns the interval a client wants keep-alive events at.
+// Keepalive returns the interval at which a client wants keep-alive events.
 func Keepalive(h http.Header) time.Duration {
 	seconds, err := strconv.Atoi(h.Get(wire.HeaderKeepalive))
 	if err != nil || seconds <= 0 {
@@ -199,13 +199,13 @@ func (s *Service) Update(_ context.Context, req *connect.Request[pb.UpdateReques
 	return connect.NewResponse(&pb.UpdateResponse{}), nil
 }
 
-// SendInput implements the service. It returns when all has been taken.
+// SendInput implements the service. It returns when all input has been written.
 func (s *Service) SendInput(ctx context.Context, req *connect.Request[pb.SendInputRequest]) (*connect.Response[pb.SendInputResponse], error) {
 	p, err := s.find(req.Msg.GetProcess(), false)
 	if err != nil {
 		return nil, err
 	}
-	if err := feed(ctx, p, req.Msg.GetInput()); err != nil {
+	if err := writeInput(ctx, p, req.Msg.GetInput()); err != nil {
 		return nil, err
 	}
 	return connect.NewResponse(&pb.SendInputResponse{}), nil
@@ -218,7 +218,7 @@ func (s *Service) StreamInput(ctx context.Context, stream *connect.ClientStream[
 		switch e := stream.Msg().Event.(type) {
 		case *pb.StreamInputRequest_Start:
 			if p != nil {
-				return nil, connect.NewError(connect.CodeInvalidArgument, errors.New("start: was sent before"))
+				return nil, connect.NewError(connect.CodeInvalidArgument, errors.New("start: sent more than once"))
 			}
 			var err error
 			if p, err = s.find(e.Start.GetProcess(), false); err != nil {
@@ -228,7 +228,7 @@ func (s *Service) StreamInput(ctx context.Context, stream *connect.ClientStream[
 			if p == nil {
 				return nil, connect.NewError(connect.CodeInvalidArgument, errors.New("start: must be sent first"))
 			}
-			if err := feed(ctx, p, e.Data.GetInput()); err != nil {
+			if err := writeInput(ctx, p, e.Data.GetInput()); err != nil {
 				return nil, err
 			}
 		}
@@ -239,7 +239,8 @@ func (s *Service) StreamInput(ctx context.Context, stream *connect.ClientStream[
 	return connect.NewResponse(&pb.StreamInputResponse{}), nil
 }
 
-func feed(ctx context.Context, p *Process, input *pb.ProcessInput) error {
+// writeInput writes one input message to p.
+func writeInput(ctx context.Context, p *Process, input *pb.ProcessInput) error {
 	var err error
 	switch in := input.GetInput().(type) {
 	case *pb.ProcessInput_Stdin:
@@ -286,7 +287,7 @@ func (s *Service) SendSignal(_ context.Context, req *connect.Request[pb.SendSign
 	}
 	sig := req.Msg.GetSignal()
 	if sig <= 0 || sig > pb.Signal_SIGNAL_SIGSYS {
-		return nil, connect.NewError(connect.CodeUnimplemented, fmt.Errorf("signal: there is no signal %d", sig))
+		return nil, connect.NewError(connect.CodeUnimplemented, fmt.Errorf("signal: unsupported signal %d", sig))
 	}
 	switch err := p.signal(unix.Signal(sig)); {
 	case errors.Is(err, unix.ESRCH):
@@ -297,8 +298,8 @@ func (s *Service) SendSignal(_ context.Context, req *connect.Request[pb.SendSign
 	return connect.NewResponse(&pb.SendSignalResponse{}), nil
 }
 
-// find returns the process a selector names; late includes those that have
-// ended not long ago.
+// find returns the process that a selector names. With late it also finds
+// processes that ended less than wire.Retention ago.
 func (s *Service) find(sel *pb.ProcessSelector, late bool) (*Process, error) {
 	var match func(*Process) bool
 	switch by := sel.GetSelector().(type) {
@@ -334,12 +335,13 @@ func noProcess(sel *pb.ProcessSelector) error {
 	return wire.NewError(connect.CodeNotFound, wire.ReasonNoProcess, fmt.Errorf("process %s is not running", which))
 }
 
-// finished moves p from the running to the ended, and forgets it in time.
+// finished moves p from the running to the ended processes and removes it after
+// wire.Retention.
 func (s *Service) finished(p *Process) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	delete(s.running, p.pid)
-	p.config = nil // only a running process is listed, and it may be large
+	p.config = nil // it may be large, and only running processes are listed
 	s.ended = append(s.ended, p)
 	if len(s.ended) > maxEnded {
 		s.ended = slices.Delete(s.ended, 0, len(s.ended)-maxEnded)

@@ -14,13 +14,14 @@ import (
 	"connectrpc.com/connect"
 	"golang.org/x/sys/unix"
 
+	"bivy/internal/argv"
 	"bivy/internal/guest/accounts"
 	"bivy/internal/guest/wire"
 	pb "bivy/internal/guest/wire/gen/process"
 )
 
-// start starts what msg asks for as u, and subscribes to it before it can say
-// a word.
+// start starts the process of msg as u, and subscribes to its output before it
+// can write any.
 func (s *Service) start(ctx context.Context, u accounts.User, msg *pb.StartRequest) (*Process, *subscriber, error) {
 	run, err := s.prepare(u, msg)
 	if err != nil {
@@ -44,16 +45,18 @@ func (s *Service) start(ctx context.Context, u accounts.User, msg *pb.StartReque
 	s.starting--
 	s.running[p.pid] = p
 	s.mu.Unlock()
-	// Owned by the process: ends with it, and the guest's end ends everything.
+	// Ends with the process; nothing waits for it, because the agent's end kills
+	// all processes.
 	go p.run(s.finished)
 	return p, sub, nil
 }
 
+// admit counts one more process that is starting, or fails at MaxProcesses.
 func (s *Service) admit() error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if len(s.running)+s.starting >= MaxProcesses {
-		return wire.NewError(connect.CodeResourceExhausted, wire.ReasonLimit, fmt.Errorf("%d processes run already, which is the most", MaxProcesses))
+		return wire.NewError(connect.CodeResourceExhausted, wire.ReasonLimit, fmt.Errorf("limit of %d running processes reached", MaxProcesses))
 	}
 	s.starting++
 	return nil
@@ -67,38 +70,30 @@ type command struct {
 	cwd  string
 }
 
-func refuse(why wire.Reason, format string, args ...any) error {
+func invalid(why wire.Reason, format string, args ...any) error {
 	return wire.NewError(connect.CodeInvalidArgument, why, fmt.Errorf(format, args...))
 }
 
-// prepare checks msg and finds the directory and the program, with the eyes of
-// the user.
+// prepare checks msg and resolves the directory and the program with the rights
+// of the user.
 func (s *Service) prepare(u accounts.User, msg *pb.StartRequest) (command, error) {
 	cfg := msg.GetProcess()
-	cmd, args, envs, cwd := cfg.GetCmd(), cfg.GetArgs(), cfg.GetEnvs(), cfg.GetCwd()
+	what := argv.Command{Argv: append(argv.Argv{cfg.GetCmd()}, cfg.GetArgs()...), Env: cfg.GetEnvs(), Dir: cfg.GetCwd()}
 	if cfg.GetEscaped() {
-		cmd, args = wire.Unescape(cmd), slices.Clone(args)
-		for i, a := range args {
-			args[i] = wire.Unescape(a)
-		}
-		plain := make(map[string]string, len(envs))
-		for k, v := range envs {
-			plain[wire.Unescape(k)] = wire.Unescape(v)
-		}
-		envs = plain
+		what = wire.UnescapeCommand(what)
 	}
-	if m := wire.CheckCommand(cmd, args, envs, cwd); m != nil {
-		return command{}, wire.NewError(connect.CodeInvalidArgument, m.Why, m)
+	if err := what.Check(); err != nil {
+		return command{}, wire.CommandError(err)
 	}
-	all := s.realm.Env(u, envs)
-	if m := wire.CheckEnv("envs", all); m != nil { // with the sandbox's own
-		return command{}, wire.NewError(connect.CodeInvalidArgument, m.Why, m)
+	all := s.resolver.Env(u, what.Env)
+	if err := argv.CheckProcessEnv("env", all); err != nil {
+		return command{}, wire.CommandError(err)
 	}
-	dir, err := s.realm.Path(u, cwd)
+	dir, err := s.resolver.Path(u, cfg.GetCwd()) // Path unescapes it
 	if err != nil {
-		return command{}, refuse(wire.ReasonCwd, "cwd: %w", err)
+		return command{}, invalid(wire.ReasonCwd, "cwd: %w", err)
 	}
-	c := command{argv: append([]string{cmd}, args...), cwd: dir}
+	c := command{argv: what.Argv, cwd: dir}
 	for k, v := range all {
 		c.env = append(c.env, k+"="+v)
 	}
@@ -107,7 +102,7 @@ func (s *Service) prepare(u accounts.User, msg *pb.StartRequest) (command, error
 		if err := checkDir(dir); err != nil {
 			return err
 		}
-		c.path, err = lookPath(cmd, dir, all["PATH"])
+		c.path, err = lookPath(what.Argv[0], dir, all["PATH"])
 		return err
 	})
 	return c, err
@@ -117,25 +112,25 @@ func checkDir(dir string) error {
 	st, err := os.Stat(dir)
 	switch {
 	case errors.Is(err, os.ErrNotExist), errors.Is(err, unix.ENOTDIR):
-		return refuse(wire.ReasonCwd, "cwd '%s' does not exist", wire.Escape(dir))
+		return invalid(wire.ReasonCwd, "cwd '%s' does not exist", wire.Escape(dir))
 	case errors.Is(err, os.ErrPermission):
-		return refuse(wire.ReasonCwd, "cwd '%s' is closed to the user", wire.Escape(dir))
+		return invalid(wire.ReasonCwd, "cwd '%s': permission denied", wire.Escape(dir))
 	case err != nil:
-		return refuse(wire.ReasonCwd, "cwd '%s': %w", wire.Escape(dir), err)
+		return invalid(wire.ReasonCwd, "cwd '%s': %w", wire.Escape(dir), err)
 	case !st.IsDir():
-		return refuse(wire.ReasonCwd, "cwd '%s' is not a directory", wire.Escape(dir))
+		return invalid(wire.ReasonCwd, "cwd '%s' is not a directory", wire.Escape(dir))
 	}
 	if unix.Faccessat(unix.AT_FDCWD, dir, unix.X_OK, unix.AT_EACCESS) != nil {
-		return refuse(wire.ReasonCwd, "cwd '%s' is closed to the user", wire.Escape(dir))
+		return invalid(wire.ReasonCwd, "cwd '%s': permission denied", wire.Escape(dir))
 	}
 	return nil
 }
 
-// lookPath finds a program as a shell would: names without a slash in path,
-// others from dir. What exists but cannot be run is told apart from what does
-// not exist, as in a shell's 126 and 127.
+// lookPath finds a program as a shell does: names without a slash in path, others
+// relative to dir. The reason of its error differs for a file that cannot be
+// executed and one that does not exist, like a shell's exit codes 126 and 127.
 func lookPath(cmd, dir, path string) (string, error) {
-	var found string // something by that name that cannot be run
+	var found string // a file of that name that cannot be executed
 	try := func(p string) bool {
 		if !filepath.IsAbs(p) {
 			p = filepath.Join(dir, p)
@@ -165,53 +160,55 @@ func lookPath(cmd, dir, path string) (string, error) {
 		}
 	}
 	if found != "" {
-		return "", refuse(wire.ReasonCommandNotExecutable, "cmd '%s' cannot be executed: permission denied", wire.Escape(cmd))
+		return "", invalid(wire.ReasonCommandNotExecutable, "cmd '%s' cannot be executed: permission denied", wire.Escape(cmd))
 	}
-	return "", refuse(wire.ReasonCommandNotFound, "cmd '%s' does not exist", wire.Escape(cmd))
+	return "", invalid(wire.ReasonCommandNotFound, "cmd '%s' does not exist", wire.Escape(cmd))
 }
 
-// plumbing is the parent's and the child's ends of everything between them.
-type plumbing struct {
+// stdio holds the descriptors of a child's standard streams: the child's ends and
+// the agent's.
+type stdio struct {
 	files  []uintptr  // the child's 0, 1 and 2
 	child  []int      // to be closed in the parent after the fork
-	parent []*os.File // to be closed when there is no child after all
+	parent []*os.File // to be closed when the child could not be started
 }
 
-func (l *plumbing) closeChild() {
+func (l *stdio) closeChild() {
 	for _, fd := range l.child {
-		_ = unix.Close(fd) // a pipe end nobody writes through any more
+		_ = unix.Close(fd) // closing a pipe end does not fail
 	}
 }
 
-func (l *plumbing) closeParent() {
+func (l *stdio) closeParent() {
 	for _, f := range l.parent {
 		_ = f.Close()
 	}
 }
 
-// pipe returns our end of a new pipe and keeps the child's.
-func (l *plumbing) pipe(read bool) (*os.File, int, error) {
+// pipe creates a pipe and returns the agent's end of it and the child's
+// descriptor. The agent reads from it if read is set, otherwise it writes.
+func (l *stdio) pipe(read bool) (*os.File, int, error) {
 	var fds [2]int
 	if err := unix.Pipe2(fds[:], unix.O_CLOEXEC); err != nil {
 		return nil, -1, os.NewSyscallError("pipe2", err)
 	}
-	ours, theirs := fds[0], fds[1]
+	own, child := fds[0], fds[1]
 	if !read {
-		ours, theirs = theirs, ours
+		own, child = child, own
 	}
-	l.child = append(l.child, theirs)
-	// Only our end may be non-blocking; the child's is a description of its
-	// own, and programs expect theirs to block.
-	if err := unix.SetNonblock(ours, true); err != nil {
-		_ = unix.Close(ours)
+	l.child = append(l.child, child)
+	// Only the agent's end is non-blocking. The ends do not share file status
+	// flags, and programs expect theirs to block.
+	if err := unix.SetNonblock(own, true); err != nil {
+		_ = unix.Close(own)
 		return nil, -1, os.NewSyscallError("fcntl", err)
 	}
-	f := os.NewFile(uintptr(ours), "pipe") //nolint:gosec // a descriptor is small
+	f := os.NewFile(uintptr(own), "pipe") //nolint:gosec // a descriptor is small
 	l.parent = append(l.parent, f)
-	return f, theirs, nil
+	return f, child, nil
 }
 
-// launch makes the plumbing and the process.
+// launch creates the standard streams and starts the process.
 func (s *Service) launch(u accounts.User, msg *pb.StartRequest, run command) (*Process, error) {
 	p := &Process{
 		tag: msg.Tag, config: msg.GetProcess(), reaper: s.reaper,
@@ -219,15 +216,15 @@ func (s *Service) launch(u accounts.User, msg *pb.StartRequest, run command) (*P
 		exited: make(chan struct{}), done: make(chan struct{}),
 	}
 	p.out.pool = &s.pool
-	var l plumbing
+	var l stdio
 	defer l.closeChild()
 	sys := &syscall.SysProcAttr{Setsid: true}
 	var err error
 	if msg.Pty != nil {
-		err = p.plugTerminal(&l, u, msg.GetPty().GetSize())
+		err = p.attachTerminal(&l, u, msg.GetPty().GetSize())
 		sys.Setctty = true // descriptor 0
 	} else {
-		err = p.plugPipes(&l, msg.Stdin == nil || *msg.Stdin)
+		err = p.attachPipes(&l, msg.Stdin == nil || *msg.Stdin)
 	}
 	if err != nil {
 		l.closeParent()
@@ -235,7 +232,7 @@ func (s *Service) launch(u accounts.User, msg *pb.StartRequest, run command) (*P
 	}
 	sys.Credential = &syscall.Credential{Uid: u.UID, Gid: u.GID, Groups: u.Groups}
 	attr := &syscall.ProcAttr{Dir: run.cwd, Env: run.env, Files: l.files, Sys: sys}
-	p.pid, p.mark, err = s.spawn(run, attr, p.left)
+	p.pid, p.mark, err = s.spawn(run, attr, p.onExit)
 	if err != nil {
 		l.closeParent()
 		return nil, startError(run, err)
@@ -243,9 +240,9 @@ func (s *Service) launch(u accounts.User, msg *pb.StartRequest, run command) (*P
 	return p, nil
 }
 
-// spawn retries while the program's file is still open for writing somewhere:
-// in the moment between another fork and its exec, that child holds a copy of
-// a descriptor through which the file was being uploaded.
+// spawn retries while the program's file is open for writing (ETXTBSY): between
+// its fork and its exec, another child has a copy of the descriptor through which
+// the file was uploaded.
 func (s *Service) spawn(run command, attr *syscall.ProcAttr, exited func(unix.WaitStatus)) (int, uint64, error) {
 	for wait := time.Millisecond; ; wait *= 2 {
 		pid, mark, err := s.reaper.spawn(run.path, run.argv, attr, exited)
@@ -256,7 +253,7 @@ func (s *Service) spawn(run command, attr *syscall.ProcAttr, exited func(unix.Wa
 	}
 }
 
-func (p *Process) plugTerminal(l *plumbing, u accounts.User, size *pb.PTY_Size) error {
+func (p *Process) attachTerminal(l *stdio, u accounts.User, size *pb.PTY_Size) error {
 	master, slave, err := openPTY(u.UID, size)
 	if err != nil {
 		return err
@@ -268,7 +265,7 @@ func (p *Process) plugTerminal(l *plumbing, u accounts.User, size *pb.PTY_Size) 
 	return nil
 }
 
-func (p *Process) plugPipes(l *plumbing, stdin bool) error {
+func (p *Process) attachPipes(l *stdio, stdin bool) error {
 	var in int
 	var err error
 	if stdin {
@@ -281,29 +278,29 @@ func (p *Process) plugPipes(l *plumbing, stdin bool) error {
 	}
 	l.files = []uintptr{uintptr(in)} //nolint:gosec // a descriptor is small
 	for range 2 {
-		f, theirs, err := l.pipe(true)
+		f, child, err := l.pipe(true)
 		if err != nil {
 			return err
 		}
 		p.outputs = append(p.outputs, f)
-		l.files = append(l.files, uintptr(theirs)) //nolint:gosec // a descriptor is small
+		l.files = append(l.files, uintptr(child)) //nolint:gosec // a descriptor is small
 	}
 	return nil
 }
 
-// startError says what kept a process from starting.
+// startError turns an error of fork or exec into the one for the client.
 func startError(run command, err error) error {
 	cmd := wire.Escape(run.argv[0])
 	switch {
 	case errors.Is(err, unix.ENOENT):
-		// The file itself was seen a moment ago.
-		return refuse(wire.ReasonCommandNotExecutable, "cmd '%s' cannot be executed: its interpreter does not exist", cmd)
+		// The file itself exists: lookPath found it.
+		return invalid(wire.ReasonCommandNotExecutable, "cmd '%s' cannot be executed: its interpreter does not exist", cmd)
 	case errors.Is(err, unix.ENOEXEC):
-		return refuse(wire.ReasonCommandNotExecutable, "cmd '%s' cannot be executed: not a program this machine knows", cmd)
+		return invalid(wire.ReasonCommandNotExecutable, "cmd '%s' cannot be executed: unknown executable format", cmd)
 	case errors.Is(err, unix.EACCES), errors.Is(err, unix.EPERM), errors.Is(err, unix.ETXTBSY), errors.Is(err, unix.ELIBBAD), errors.Is(err, unix.ENOTDIR), errors.Is(err, unix.ELOOP):
-		return refuse(wire.ReasonCommandNotExecutable, "cmd '%s' cannot be executed: %w", cmd, err)
+		return invalid(wire.ReasonCommandNotExecutable, "cmd '%s' cannot be executed: %w", cmd, err)
 	case errors.Is(err, unix.E2BIG):
-		return refuse(wire.ReasonArgs, "args and envs together are larger than the kernel takes")
+		return invalid(wire.ReasonArgs, "args and envs together exceed the kernel's limit")
 	case errors.Is(err, unix.EAGAIN), errors.Is(err, unix.ENOMEM), errors.Is(err, unix.EMFILE), errors.Is(err, unix.ENFILE), errors.Is(err, unix.ENOSPC):
 		return wire.NewError(connect.CodeResourceExhausted, wire.ReasonLimit, fmt.Errorf("start '%s': %w", cmd, err))
 	}

@@ -16,14 +16,14 @@ type stat struct {
 	mark                     uint64
 }
 
-// maxRounds bounds how often a tree is looked for. Every round stops or kills
-// all it finds, so only a storm of forks needs more than three.
+// maxRounds limits how often killTree searches for members. Each round stops or
+// kills all members that it finds; only processes that fork very fast need more
+// than three.
 const maxRounds = 200
 
-// killTree kills a process and everything that descends from it, also what
-// has left its session and lost its parent. Members are stopped first, so that
-// nothing is born behind the back of the killing. It returns how many were
-// killed.
+// killTree kills a process and all its descendants, also those that have left its
+// session and lost their parent. It stops all members first, so that none can
+// fork while the others are killed. It returns how many it killed.
 func killTree(leader int, mark uint64) int {
 	killed := map[int]bool{}
 	stopped := map[int]bool{}
@@ -36,7 +36,7 @@ func killTree(leader int, mark uint64) int {
 			alive = true
 			if !stopped[p.pid] {
 				stopped[p.pid], fresh = true, true
-				// An error means that it is gone.
+				// An error means that the process has ended.
 				_ = unix.Kill(p.pid, unix.SIGSTOP)
 			}
 		}
@@ -55,8 +55,8 @@ func killTree(leader int, mark uint64) int {
 	return len(killed)
 }
 
-// members selects the tree of leader from all processes: what carries the
-// mark, is in the leader's session or group, or has a member as parent.
+// members selects the tree of leader from all processes: those that have the
+// mark, are in the leader's session or process group, or have a member as parent.
 func members(all []stat, leader int, mark uint64) []stat {
 	in := make(map[int]bool, len(all))
 	self := os.Getpid()
@@ -80,13 +80,13 @@ func members(all []stat, leader int, mark uint64) []stat {
 	return tree
 }
 
-// processes reads all of /proc. One that goes away meanwhile is left out.
+// processes lists all processes in /proc. Those that end meanwhile are omitted.
 func processes() []stat {
 	dir, err := os.Open("/proc")
 	if err != nil {
 		return nil
 	}
-	names, _ := dir.Readdirnames(-1) // what could be read is better than nothing
+	names, _ := dir.Readdirnames(-1) // on an error, continue with the names that were read
 	_ = dir.Close()
 	all := make([]stat, 0, len(names))
 	for _, name := range names {
@@ -117,7 +117,7 @@ func parseStat(text []byte) (stat, bool) {
 		return stat{}, false
 	}
 	ok := true
-	number := func(i int) uint64 { // i counts as the manual does
+	number := func(i int) uint64 { // i is the field's number in proc_pid_stat(5)
 		n, err := strconv.ParseUint(string(f[i-3]), 10, 64)
 		ok = ok && err == nil
 		return n

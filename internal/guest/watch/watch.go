@@ -1,4 +1,4 @@
-// Package watch tells what changes below a directory, over inotify(7).
+// Package watch reports changes below a directory, using inotify(7).
 package watch
 
 import (
@@ -20,13 +20,14 @@ import (
 const (
 	// MaxDirs is how many directories one recursive watcher follows.
 	MaxDirs = 8192
-	// maxFound bounds the memory for telling a found entry from its late event.
-	maxFound = 4096
+	// maxReported is how many entries are remembered that were reported before
+	// the kernel's event for them arrived.
+	maxReported = 4096
 )
 
-// ErrLost says that there were more changes, or more directories, than could
-// be followed. The watcher is useless from then on.
-var ErrLost = errors.New("more changed than could be followed: some events are lost")
+// ErrLost means that there were more changes or more directories than a watcher
+// can follow. The watcher has ended.
+var ErrLost = errors.New("too many changes or directories: events were lost")
 
 // Kind is what happened to an entry.
 type Kind uint8
@@ -63,10 +64,10 @@ type Watcher struct {
 	once      sync.Once
 
 	// Used by the reading goroutine only, once it runs.
-	dirs  map[int32]string    // watch descriptor to path below root, "" for root
-	found map[string]struct{} // entries reported before their event came
-	moved move                // a directory that has left, maybe for elsewhere below root
-	err   error
+	dirs     map[int32]string    // watch descriptor to path below root, "" for root
+	reported map[string]struct{} // entries reported before the kernel's event arrived
+	moved    move                // a directory that was moved away, possibly to another place below root
+	err      error
 }
 
 // move is the first half of a directory's renaming.
@@ -94,7 +95,7 @@ func New(u accounts.User, root string, recursive bool) (*Watcher, error) {
 	w := &Watcher{
 		Events: events, root: root, user: u, recursive: recursive,
 		inotify: inotify, raw: raw, events: events, closing: make(chan struct{}),
-		dirs: map[int32]string{}, found: map[string]struct{}{},
+		dirs: map[int32]string{}, reported: map[string]struct{}{},
 	}
 	err = u.Do(func() error {
 		if err := w.add(""); err != nil {
@@ -103,7 +104,7 @@ func New(u accounts.User, root string, recursive bool) (*Watcher, error) {
 		if !recursive {
 			return nil
 		}
-		return w.descend("", nil)
+		return w.addTree("", nil)
 	})
 	if err != nil {
 		return nil, errors.Join(err, w.inotify.Close())
@@ -125,8 +126,8 @@ func (w *Watcher) Close() error {
 	return err
 }
 
-// Err returns why Events was closed: nil after Close, ErrLost, or a fault of
-// the kernel's. It may be called once Events is closed.
+// Err returns why Events was closed: nil after Close, ErrLost, or an error of the
+// kernel. It may be called once Events is closed.
 func (w *Watcher) Err() error { return w.err }
 
 // add watches one directory.
@@ -157,7 +158,7 @@ func (w *Watcher) add(dir string) error {
 
 // descend adds the directories below dir, and reports every entry it finds.
 // What vanishes or is closed to the user is passed over.
-func (w *Watcher) descend(dir string, report func(name string)) error {
+func (w *Watcher) addTree(dir string, report func(name string)) error {
 	f, err := os.Open(filepath.Join(w.root, dir))
 	if err != nil {
 		return nil //nolint:nilerr // see above
@@ -178,12 +179,12 @@ func (w *Watcher) descend(dir string, report func(name string)) error {
 			} else if err != nil {
 				continue
 			}
-			if err := w.descend(name, report); err != nil {
+			if err := w.addTree(name, report); err != nil {
 				return err
 			}
 		}
 		if err != nil || len(entries) == 0 {
-			return nil //nolint:nilerr // the end, or a directory that went away
+			return nil //nolint:nilerr // the end, or a directory that was removed
 		}
 	}
 }
@@ -223,7 +224,8 @@ type rawEvent struct {
 	name   string
 }
 
-// handle turns one event of the kernel's into ours; false ends the watcher.
+// handle converts one event of the kernel and sends it. It returns false when the
+// watcher has to end.
 func (w *Watcher) handle(e rawEvent) bool {
 	if e.mask&unix.IN_Q_OVERFLOW != 0 {
 		w.err = ErrLost
@@ -231,20 +233,21 @@ func (w *Watcher) handle(e rawEvent) bool {
 	}
 	arrived := w.moved.cookie != 0 && e.mask&unix.IN_MOVED_TO != 0 && e.cookie == w.moved.cookie
 	if w.moved.cookie != 0 && !arrived {
-		// The halves of a renaming follow each other: this one went elsewhere.
-		w.forget(w.moved.from)
+		// The two events of a rename are consecutive, so this directory was moved
+		// out of root.
+		w.unwatchTree(w.moved.from)
 		w.moved = move{}
 	}
 	dir, ok := w.dirs[e.wd]
 	if !ok {
-		return true // of a directory we stopped watching
+		return true // of a directory that is not watched any more
 	}
 	if e.mask&unix.IN_IGNORED != 0 {
 		delete(w.dirs, e.wd)
 		return true
 	}
 	if e.name == "" && dir != "" {
-		return true // the parent tells it too, with a name
+		return true // the parent directory's watch reports it too, with a name
 	}
 	name := filepath.Join(dir, e.name)
 	if name == "" {
@@ -258,8 +261,8 @@ func (w *Watcher) handle(e rawEvent) bool {
 		w.rename(w.moved.from, name)
 		w.moved = move{}
 	}
-	_, known := w.found[name]
-	delete(w.found, name)
+	_, known := w.reported[name]
+	delete(w.reported, name)
 	if e.mask&unix.IN_CREATE != 0 && known {
 		return true
 	}
@@ -269,7 +272,7 @@ func (w *Watcher) handle(e rawEvent) bool {
 		}
 	}
 	if w.recursive && isDir && !arrived && e.mask&(unix.IN_CREATE|unix.IN_MOVED_TO) != 0 {
-		return w.enter(name)
+		return w.watchNewDir(name)
 	}
 	return true
 }
@@ -287,16 +290,16 @@ var kinds = [...]struct {
 
 // enter begins to follow a directory that has just appeared. What is already
 // in it gets its event now; the kernel may tell some of it once more.
-func (w *Watcher) enter(dir string) bool {
+func (w *Watcher) watchNewDir(dir string) bool {
 	var names []string
 	err := w.user.Do(func() error {
 		if err := w.add(dir); err != nil {
 			return err
 		}
-		return w.descend(dir, func(name string) {
+		return w.addTree(dir, func(name string) {
 			names = append(names, name)
-			if len(w.found) < maxFound {
-				w.found[name] = struct{}{}
+			if len(w.reported) < maxReported {
+				w.reported[name] = struct{}{}
 			}
 		})
 	})
@@ -304,7 +307,7 @@ func (w *Watcher) enter(dir string) bool {
 		w.err = err
 		return false
 	}
-	// Any other error: the directory has gone again, or is closed to the user.
+	// Any other error: the directory was removed, or is not readable.
 	for _, name := range names {
 		if !w.send(Event{name, Create}) {
 			return false
@@ -313,38 +316,38 @@ func (w *Watcher) enter(dir string) bool {
 	return true
 }
 
-// below reports that path is dir or lies in it.
+// below reports whether path is dir or below it.
 func below(path, dir string) bool { return path == dir || strings.HasPrefix(path, dir+"/") }
 
 // forget stops following a directory that was moved away.
-func (w *Watcher) forget(dir string) {
+func (w *Watcher) unwatchTree(dir string) {
 	for wd, d := range w.dirs {
 		if below(d, dir) {
 			delete(w.dirs, wd)
-			_ = w.raw.Control(func(fd uintptr) { // fails only when the watch or the watcher is gone
-				_, _ = unix.InotifyRmWatch(int(fd), uint32(wd)) //nolint:gosec // as the kernel gave it
+			_ = w.raw.Control(func(fd uintptr) { // fails only when the watch or the watcher has ended
+				_, _ = unix.InotifyRmWatch(int(fd), uint32(wd)) //nolint:gosec // a descriptor of the kernel
 			})
 		}
 	}
-	for name := range w.found {
+	for name := range w.reported {
 		if below(name, dir) {
-			delete(w.found, name)
+			delete(w.reported, name)
 		}
 	}
 }
 
-// rename follows a directory to its new name. The kernel's watches are on the
-// directories themselves and stay, so that no event is missed.
+// rename records the new name of a directory. The kernel's watches belong to the
+// directory itself and stay, so that no event is missed.
 func (w *Watcher) rename(from, to string) {
 	for wd, d := range w.dirs {
 		if below(d, from) {
 			w.dirs[wd] = to + d[len(from):]
 		}
 	}
-	for name := range w.found {
+	for name := range w.reported {
 		if below(name, from) {
-			delete(w.found, name)
-			w.found[to+name[len(from):]] = struct{}{}
+			delete(w.reported, name)
+			w.reported[to+name[len(from):]] = struct{}{}
 		}
 	}
 }
@@ -358,8 +361,8 @@ func (w *Watcher) send(e Event) bool {
 	}
 }
 
-// IsNetwork reports that path lies on a file system whose changes other
-// machines make, which inotify does not see.
+// IsNetwork reports whether path is on a network file system: inotify does not
+// see changes that other machines make.
 func IsNetwork(path string) (bool, error) {
 	var st unix.Statfs_t
 	if err := unix.Statfs(path, &st); err != nil {

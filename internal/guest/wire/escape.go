@@ -17,7 +17,8 @@ const (
 	escapeLast  = escapeBase + 0xFF
 )
 
-// Escape returns name as valid UTF-8, unchanged in all ordinary cases.
+// Escape returns name as valid UTF-8. Names that are valid UTF-8 are unchanged,
+// except for code points of the range above.
 func Escape(name string) string {
 	if !needsEscape(name) {
 		return name
@@ -37,10 +38,10 @@ func Escape(name string) string {
 	return b.String()
 }
 
-// Unescape returns the bytes an escaped name stands for. Text without escapes
-// comes back unchanged, valid or not.
+// Unescape reverses Escape. Text without escapes is returned unchanged, whether
+// it is valid UTF-8 or not.
 func Unescape(text string) string {
-	// All escapes start with the same lead byte; most names have none.
+	// All escapes begin with this byte, which most names do not contain.
 	if strings.IndexByte(text, 0xF4) < 0 {
 		return text
 	}

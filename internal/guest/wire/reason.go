@@ -4,11 +4,13 @@ import (
 	"errors"
 
 	"connectrpc.com/connect"
+
+	"bivy/internal/argv"
 )
 
-// Reason is a stable word for why the agent refused something. It travels
-// beside the Connect code (in the error's metadata) or the HTTP status (in
-// [HeaderReason]), so clients that know only the codes are not disturbed.
+// Reason is a stable word for why the agent refused a request. It is sent in the
+// metadata of a Connect error or in the HTTP header [HeaderReason], beside the
+// code or status that clients without knowledge of it use.
 type Reason string
 
 // The reasons.
@@ -37,18 +39,22 @@ func NewError(code connect.Code, reason Reason, cause error) *connect.Error {
 	return e
 }
 
-// Refusal is implemented by errors that know their reason without being
-// Connect errors, such as those made from the plain HTTP endpoints.
-type Refusal interface {
+// ReasonError is implemented by errors that have a reason and are not Connect
+// errors, such as those of the plain HTTP endpoints.
+type ReasonError interface {
 	error
+	// Reason returns the reason, or "".
 	Reason() Reason
 }
 
-// ReasonOf returns the reason err carries, or "".
+// ReasonOf returns the reason of err, or "".
 func ReasonOf(err error) Reason {
-	var refusal Refusal
-	if errors.As(err, &refusal) {
-		return refusal.Reason()
+	var withReason ReasonError
+	if errors.As(err, &withReason) {
+		return withReason.Reason()
+	}
+	if e := argv.Find(err); e != nil {
+		return reasonFor(e.Part)
 	}
 	var ce *connect.Error
 	if errors.As(err, &ce) {
@@ -57,5 +63,5 @@ func ReasonOf(err error) Reason {
 	return ""
 }
 
-// IsTimeout reports that the process was killed at its lifetime limit.
+// IsTimeout reports whether err means that the process was killed at its timeout.
 func IsTimeout(err error) bool { return ReasonOf(err) == ReasonTimeout }

@@ -7,15 +7,15 @@ import (
 	"time"
 )
 
-// The operations a file signature can be for.
+// The operations that a file signature permits.
 const (
 	SignRead  = "read"
 	SignWrite = "write"
 )
 
-// Sign returns the signature that lets the bearer of a URL read or write one
-// file without the access token: path is the raw query value, user may be
-// empty, and a zero expiry means that it never expires.
+// Sign returns the signature for a URL that permits one operation on one file
+// without the access token. path is the raw value of the query; user may be empty;
+// a zero expiry means that the signature does not expire.
 func Sign(path, operation, user, token string, expiry time.Time) string {
 	text := path + ":" + operation + ":" + user + ":" + token
 	if !expiry.IsZero() {

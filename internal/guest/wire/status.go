@@ -5,8 +5,7 @@ import (
 	"strings"
 )
 
-// signalNames are the words the kernel's documentation uses; an EndEvent's
-// status names a signal by one of them.
+// signalNames are the names of signals in the status of an EndEvent.
 var signalNames = [...]string{
 	1: "hangup", 2: "interrupt", 3: "quit", 4: "illegal instruction", 5: "trace/breakpoint trap",
 	6: "aborted", 7: "bus error", 8: "floating point exception", 9: "killed", 10: "user defined signal 1",
@@ -34,7 +33,7 @@ func SignalStatus(signal int, core bool) string {
 	return s
 }
 
-// StatusSignal returns the signal a status text names, or 0.
+// StatusSignal returns the number of the signal that a status text names, or 0.
 func StatusSignal(status string) int {
 	name, ok := strings.CutPrefix(status, "signal: ")
 	if !ok {

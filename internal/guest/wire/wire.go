@@ -1,9 +1,3 @@
-// Package wire is what the agent inside a sandbox and the host say to each
-// other: the generated process and filesystem services (below gen), the JSON
-// bodies of the plain HTTP endpoints, the limits both sides know, and the
-// stable reasons by which the host tells one refusal from another.
-//
-// It holds no behaviour of either side, so both may import it.
 package wire
 
 //go:generate ./generate.sh
@@ -12,11 +6,11 @@ import (
 	"time"
 )
 
-// Port is where the agent listens unless told otherwise.
+// Port is the default TCP port of the agent.
 const Port = 49983
 
-// Version is the protocol level the agent reports in [HeaderVersion]. E2B's
-// clients switch features on by it.
+// Version is the protocol version that the agent reports in [HeaderVersion]. E2B's
+// clients enable features by it.
 const Version = "0.6.13"
 
 // Header names of the plain HTTP endpoints.
@@ -35,49 +29,41 @@ const (
 const (
 	// MaxMessage bounds one request message of either service, decoded.
 	MaxMessage = 16 << 20
-	// MaxArgsBytes bounds cmd plus args of one process, MaxEnvBytes its whole
-	// environment; one string may be at most MaxStringBytes. The kernel's own
-	// limit is 2 MiB for both together and 128 KiB for one string.
-	MaxArgsBytes   = 1 << 20
-	MaxEnvBytes    = 1 << 20
-	MaxStringBytes = 128<<10 - 1
-	// MaxPath is the kernel's limit for one path.
-	MaxPath = 4095
-	// OutputChunk and PTYChunk bound the data of one event.
+	// OutputChunk and PTYChunk limit the data of one event, in bytes.
 	OutputChunk = 32 << 10
 	PTYChunk    = 16 << 10
-	// Retention is how long the end of a process can still be asked for.
+	// Retention is how long after its end a process can be connected to.
 	Retention = 30 * time.Second
 )
 
 // InitRequest is the body of POST /init.
 type InitRequest struct {
-	// AccessToken is the token every later request needs. Empty leaves the
-	// agent open to the host (and to nobody inside).
+	// AccessToken is required in every later request. When it is empty, the
+	// host needs none, and requests from inside the sandbox are refused.
 	AccessToken string `json:"accessToken,omitempty"`
-	// EnvVars replaces the environment that every process gets.
+	// EnvVars replaces the variables that every process gets.
 	EnvVars map[string]string `json:"envVars,omitempty"`
-	// Timestamp is the host's clock.
+	// Timestamp is the host's time; zero leaves the guest's clock as it is.
 	Timestamp time.Time `json:"timestamp,omitzero"`
-	// Hostname, when set, becomes the guest's, in /etc/hosts too.
+	// Hostname is set in the kernel and in /etc/hosts; empty changes nothing.
 	Hostname string `json:"hostname,omitempty"`
-	// DefaultUser is who a request without a user acts as; empty leaves it.
+	// DefaultUser is the user of requests that name none; empty changes nothing.
 	DefaultUser string `json:"defaultUser,omitempty"`
-	// DefaultWorkdir is where a process without a cwd starts; empty means the
-	// user's home.
+	// DefaultWorkdir is the directory of processes without a cwd; empty means
+	// the user's home.
 	DefaultWorkdir string `json:"defaultWorkdir,omitempty"`
-	// LifecycleID names the incarnation, for logs.
+	// LifecycleID is the id of the sandbox, for logs.
 	LifecycleID string `json:"lifecycleID,omitempty"`
 }
 
-// ErrorBody is the body of every refusal of the plain HTTP endpoints.
+// ErrorBody is the body of every withReason of the plain HTTP endpoints.
 type ErrorBody struct {
 	Code    int    `json:"code"`
 	Message string `json:"message"`
 }
 
-// WrittenFile is one element of the answer to POST /files. Size and SHA256
-// describe the bytes as stored and are bivy's own.
+// WrittenFile is one element of the response to POST /files. Size and SHA256 are of
+// the stored content; E2B's protocol does not have them.
 type WrittenFile struct {
 	Name     string            `json:"name"`
 	Path     string            `json:"path"`
@@ -94,7 +80,8 @@ type ComposeRequest struct {
 	Username    string   `json:"username,omitempty"`
 }
 
-// Metrics is the answer to GET /metrics.
+// Metrics is the response to GET /metrics. Sizes are in bytes unless the name says
+// otherwise.
 type Metrics struct {
 	Timestamp  int64   `json:"ts"`
 	CPUCount   int     `json:"cpu_count"`

@@ -12,7 +12,9 @@ import (
 	"unicode/utf8"
 
 	"connectrpc.com/connect"
+	"github.com/google/go-cmp/cmp"
 
+	"bivy/internal/argv"
 	"bivy/internal/guest/wire"
 )
 
@@ -82,41 +84,56 @@ func TestReasons(t *testing.T) {
 	}
 }
 
-func TestCheckCommand(t *testing.T) {
-	fits := strings.Repeat("x", wire.MaxStringBytes)
-	for name, tt := range map[string]struct {
-		cmd, cwd string
-		args     []string
-		env      map[string]string
-		field    string
-	}{
-		"good":        {"a", "/", []string{"", fits}, map[string]string{"A": ""}, ""},
-		"empty":       {"", "", nil, nil, "cmd"},
-		"too many":    {"a", "", slicesOf(fits, 9), nil, "args"},
-		"long":        {"a", "", []string{"", fits + "x"}, nil, "args[1]"},
-		"no name":     {"a", "", nil, map[string]string{"": "x"}, `envs[""]`},
-		"long env":    {"a", "", nil, map[string]string{"A": fits}, `envs["A"]`},
-		"long cwd":    {"a", strings.Repeat("x", 5000), nil, nil, "cwd"},
-		"NUL in name": {"a", "", nil, map[string]string{"A\x00": "x"}, `envs["A\x00"]`},
+func TestEscapeCommand(t *testing.T) {
+	plain := argv.Command{Argv: argv.Argv{"a", "é"}, Env: map[string]string{"A": "b"}, Dir: "/"}
+	if got, escaped := wire.EscapeCommand(plain); escaped || !cmp.Equal(got, plain) {
+		t.Errorf("%+v, %t", got, escaped)
+	}
+	for _, c := range []argv.Command{
+		{Argv: argv.Argv{"\xff", "a"}},
+		{Argv: argv.Argv{"a", "\U0010FE80", "\xff"}},
+		{Argv: argv.Argv{"a"}, Env: map[string]string{"\xff": "b"}},
+		{Argv: argv.Argv{"a"}, Env: map[string]string{"A": "\xff"}},
+		{Argv: argv.Argv{"a"}, Dir: "/\xff"},
 	} {
-		m := wire.CheckCommand(tt.cmd, tt.args, tt.env, tt.cwd)
-		if got := ""; m != nil {
-			got = m.Field
-			if got != tt.field {
-				t.Errorf("%s: field %q, want %q", name, got, tt.field)
-			}
-		} else if tt.field != "" {
-			t.Errorf("%s: nothing is wrong", name)
+		text, escaped := wire.EscapeCommand(c)
+		if !escaped {
+			t.Errorf("%q is not escaped", c)
+		}
+		if again, twice := wire.EscapeCommand(text); twice {
+			t.Errorf("%q is not UTF-8: %q", text, again)
+		}
+		if back := wire.UnescapeCommand(text); !cmp.Equal(back, c) {
+			t.Errorf("%q came back as %q", c, back)
 		}
 	}
 }
 
-func slicesOf(s string, n int) []string {
-	all := make([]string, n)
-	for i := range all {
-		all[i] = s
+// TestCommandError: what package argv refuses has the reason and the field of
+// the process service.
+func TestCommandError(t *testing.T) {
+	for _, tt := range []struct {
+		c      argv.Command
+		field  string
+		reason wire.Reason
+	}{
+		{argv.Command{}, "cmd: ", wire.ReasonArgs},
+		{argv.Command{Argv: argv.Argv{"a", "\x00"}}, "args: ", wire.ReasonArgs},
+		{argv.Command{Argv: argv.Argv{"a"}, Env: map[string]string{"": ""}}, "envs: ", wire.ReasonEnv},
+		{argv.Command{Argv: argv.Argv{"a"}, Dir: "\x00"}, "cwd: ", wire.ReasonCwd},
+	} {
+		err := tt.c.Check()
+		if got := wire.ReasonOf(err); got != tt.reason {
+			t.Errorf("%v: reason %q, want %q", err, got, tt.reason)
+		}
+		ce := wire.CommandError(err)
+		if ce.Code() != connect.CodeInvalidArgument || wire.ReasonOf(ce) != tt.reason || !strings.HasPrefix(ce.Message(), tt.field) {
+			t.Errorf("%v: code %s, reason %q; want field %q, reason %q", ce, ce.Code(), wire.ReasonOf(ce), tt.field, tt.reason)
+		}
 	}
-	return all
+	if ce := wire.CommandError(errors.New("x")); ce.Code() != connect.CodeInternal {
+		t.Errorf("another error: %v", ce)
+	}
 }
 
 // TestGenerated makes the code again and compares, where protoc is there.

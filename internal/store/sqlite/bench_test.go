@@ -4,6 +4,7 @@ import (
 	"context"
 	"sync/atomic"
 	"testing"
+	"time"
 
 	"bivy/internal/audit"
 	"bivy/internal/session"
@@ -15,9 +16,9 @@ import (
 func BenchmarkAppend(b *testing.B) {
 	bench := func(b *testing.B, callers int) {
 		s := open(b, b.TempDir())
-		ids := make([]session.ID, callers)
-		for i := range ids {
-			ids[i] = storetest.Created(b, s).ID
+		all := make([]session.Session, callers)
+		for i := range all {
+			all[i] = storetest.Created(b, s)
 		}
 		e := storetest.Entry(audit.CommandStarted)
 		e.Payload = map[string]any{"argv": []string{"python3", "-c", "print(1)"}, "cwd": "/home/user", "user": "user"}
@@ -28,15 +29,15 @@ func BenchmarkAppend(b *testing.B) {
 		b.ResetTimer()
 		if callers == 1 {
 			for b.Loop() {
-				if err := s.Append(context.Background(), ids[0], e); err != nil {
+				if err := storetest.Append(context.Background(), s, all[0], e); err != nil {
 					b.Fatal(err)
 				}
 			}
 		} else {
 			b.RunParallel(func(p *testing.PB) {
-				id := ids[int(next.Add(1))%callers]
+				at := all[int(next.Add(1))%callers]
 				for p.Next() {
-					if err := s.Append(context.Background(), id, e); err != nil {
+					if err := storetest.Append(context.Background(), s, at, e); err != nil {
 						b.Error(err)
 					}
 				}
@@ -55,11 +56,55 @@ func BenchmarkLife(b *testing.B) {
 	s := open(b, b.TempDir())
 	for b.Loop() {
 		at := storetest.Moved(b, s, storetest.Created(b, s), session.Running)
-		for _, a := range []audit.Action{audit.CommandIntent, audit.CommandStarted, audit.CommandEnded} {
-			if err := s.Append(context.Background(), at.ID, storetest.Entry(a)); err != nil {
+		seq, err := s.Append(context.Background(), at.ID, at.Fence(), storetest.Entry(audit.CommandIntent))
+		if err != nil {
+			b.Fatal(err)
+		}
+		for _, e := range []audit.Entry{storetest.Entry(audit.CommandStarted), storetest.Concluding(audit.CommandEnded, seq)} {
+			if err := storetest.Append(context.Background(), s, at, e); err != nil {
 				b.Fatal(err)
 			}
 		}
 		storetest.Sealed(b, s, at)
+	}
+}
+
+// BenchmarkSeal is the cost of one seal after many: the tree grows by O(log n),
+// the list of open records is as long as there are live sessions.
+func BenchmarkSeal(b *testing.B) {
+	bench := func(b *testing.B, past, live int) {
+		s := open(b, b.TempDir())
+		signer := audit.GenerateSigner()
+		for range past {
+			seal(b, s, signer, ending(b, s))
+		}
+		for range live {
+			storetest.Created(b, s)
+		}
+		ready := make([]session.Session, b.N)
+		for i := range ready {
+			ready[i] = ending(b, s)
+		}
+		b.ResetTimer()
+		for _, at := range ready {
+			seal(b, s, signer, at)
+		}
+	}
+	b.Run("past=0", func(b *testing.B) { bench(b, 0, 0) })
+	b.Run("past=1000", func(b *testing.B) { bench(b, 1000, 0) })
+	b.Run("past=10000", func(b *testing.B) { bench(b, 10000, 0) })
+	b.Run("live=300", func(b *testing.B) { bench(b, 0, 300) })
+}
+
+func ending(b *testing.B, s *Store) session.Session {
+	b.Helper()
+	return storetest.Moved(b, s, storetest.Created(b, s), session.Ending)
+}
+
+func seal(b testing.TB, s *Store, signer *audit.Signer, at session.Session) {
+	b.Helper()
+	at.State, at.EndedAt = session.Ended, time.Now()
+	if _, err := s.Seal(context.Background(), at.Fence(), at, storetest.SignWith(signer, at), storetest.Entry(audit.SessionEnded)); err != nil {
+		b.Fatal(err)
 	}
 }

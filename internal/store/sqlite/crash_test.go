@@ -18,7 +18,6 @@ import (
 
 	"bivy/internal/audit"
 	"bivy/internal/kind"
-	"bivy/internal/lifecycle"
 	"bivy/internal/session"
 	"bivy/internal/store/storetest"
 )
@@ -40,7 +39,7 @@ func TestCrashChild(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	signer, err := audit.LoadSigner(dir)
+	signer, err := audit.LoadSigner(dir, false)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -62,7 +61,7 @@ func TestCrashChild(t *testing.T) {
 // acknowledged.
 func crashLife(s *Store, signer *audit.Signer) error {
 	ctx := context.Background()
-	at, _, err := s.Create(ctx, storetest.New(), lifecycle.IdempotencyKey{}, storetest.Entry(audit.SessionCreated))
+	at, _, err := s.Create(ctx, storetest.New(), session.IdempotencyKey{}, storetest.Entry(audit.SessionCreated))
 	if err != nil {
 		return err
 	}
@@ -70,25 +69,25 @@ func crashLife(s *Store, signer *audit.Signer) error {
 	for i := range 12 {
 		e := storetest.Entry(audit.StepDone)
 		e.Payload = strings.Repeat("payload ", i*40)
-		if err := s.Append(ctx, at.ID, e); err != nil {
+		if err := storetest.Append(ctx, s, at, e); err != nil {
 			return err
 		}
 		fmt.Println("events", at.ID, i+2)
 	}
 	at.State, at.Reason = session.Ending, session.Requested
-	if at, err = s.Transition(ctx, at, storetest.Entry(audit.SessionEnding)); err != nil {
+	if at, err = storetest.Transition(ctx, s, at, storetest.Entry(audit.SessionEnding)); err != nil {
 		return err
 	}
 	fmt.Println("ending", at.ID, 14)
 	at.State = session.Ended
-	if _, err = s.Seal(ctx, at, storetest.SignWith(signer, at), storetest.Entry(audit.SessionEnded)); err != nil {
+	if _, err = s.Seal(ctx, at.Fence(), at, storetest.SignWith(signer, at), storetest.Entry(audit.SessionEnded)); err != nil {
 		return err
 	}
 	fmt.Println("sealed", at.ID, 15)
 	return nil
 }
 
-// TestSIGKILL kills a writing process at moments of no one's choosing; what
+// TestSIGKILL kills a writing process at arbitrary moments; what
 // was acknowledged is there afterwards and every record verifies.
 func TestSIGKILL(t *testing.T) {
 	dir := t.TempDir()
@@ -141,7 +140,7 @@ func checkAfterCrash(t *testing.T, dir string, acknowledged map[session.ID]int, 
 	if err := s.Check(t.Context()); err != nil {
 		t.Error(err)
 	}
-	signer, err := audit.LoadSigner(dir)
+	signer, err := audit.LoadSigner(dir, true)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -164,12 +163,12 @@ func checkAfterCrash(t *testing.T, dir string, acknowledged map[session.ID]int, 
 		}
 	}
 	// And it goes on from there.
-	live, err := s.Live(t.Context())
+	live, err := s.Live(t.Context(), storetest.Node)
 	if err != nil {
 		t.Fatal(err)
 	}
 	for _, at := range live {
-		if err := s.Append(t.Context(), at.ID, storetest.Entry(audit.StepDone)); err != nil {
+		if err := storetest.Append(t.Context(), s, at, storetest.Entry(audit.StepDone)); err != nil {
 			t.Error(err)
 		}
 		if n, ok := acknowledged[at.ID]; ok {
@@ -181,7 +180,7 @@ func checkAfterCrash(t *testing.T, dir string, acknowledged map[session.ID]int, 
 
 // TestLogCutAnywhere copies the files of a store in the middle of a
 // transaction, as a machine that loses power leaves them, and cuts the log at
-// many places, as a disk does that lied about a sync. Every copy opens and
+// many places, as a disk leaves it that confirms writes it did not make. Every copy opens and
 // every record in it verifies.
 func TestLogCutAnywhere(t *testing.T) {
 	dir := t.TempDir()
@@ -189,13 +188,13 @@ func TestLogCutAnywhere(t *testing.T) {
 	at := storetest.Created(t, s)
 	sealed, key := storetest.Sealed(t, s, storetest.Created(t, s))
 	for range 30 {
-		if err := s.Append(t.Context(), at.ID, storetest.Entry(audit.StepDone)); err != nil {
+		if err := storetest.Append(t.Context(), s, at, storetest.Entry(audit.StepDone)); err != nil {
 			t.Fatal(err)
 		}
 	}
 	var db, wal []byte
 	if err := s.write(t.Context(), func(b *batch) error {
-		rec, err := b.record(at.ID)
+		rec, err := b.sessionRecord(at.ID)
 		if err != nil {
 			return err
 		}
@@ -203,7 +202,7 @@ func TestLogCutAnywhere(t *testing.T) {
 		if err != nil {
 			return err
 		}
-		if err := b.append(rec, []audit.Draft{d}); err != nil {
+		if _, err := b.append(rec, at.Fence(), []audit.Draft{d}); err != nil {
 			return err
 		}
 		if db, err = os.ReadFile(filepath.Join(dir, databaseFile)); err != nil {
@@ -279,16 +278,16 @@ func TestBrokenDiskChild(t *testing.T) {
 	if err := unix.Setrlimit(unix.RLIMIT_FSIZE, &small); err != nil {
 		t.Fatal(err)
 	}
-	first := s.Append(t.Context(), at.ID, storetest.Entry(audit.StepDone))
+	first := storetest.Append(t.Context(), s, at, storetest.Entry(audit.StepDone))
 	if first == nil {
 		t.Error("an append that the disk did not take was acknowledged")
 	}
 	if err := unix.Setrlimit(unix.RLIMIT_FSIZE, &old); err != nil {
 		t.Fatal(err)
 	}
-	// The disk works again, but what it did with the failed write nobody
-	// knows: the store stays read-only until it is opened anew.
-	if err := s.Append(t.Context(), at.ID, storetest.Entry(audit.StepDone)); !kind.Is(err, kind.Unavailable) || kind.Hint(err) == "" {
+	// The disk works again, but what it did with the failed write is not
+	// known: the store stays read-only until it is opened anew.
+	if err := storetest.Append(t.Context(), s, at, storetest.Entry(audit.StepDone)); !kind.Is(err, kind.Unavailable) || kind.Hint(err) == "" {
 		t.Errorf("after %v: got %v, want Unavailable with a hint", first, err)
 	}
 	if _, err := s.Get(t.Context(), at.ID); err != nil {

@@ -34,7 +34,7 @@ func classify(err error) error {
 	case lib.SQLITE_BUSY, lib.SQLITE_LOCKED, lib.SQLITE_INTERRUPT:
 		return kind.Wrap(kind.Unavailable, err)
 	case lib.SQLITE_NOTADB, lib.SQLITE_CORRUPT:
-		return kind.Errorf(kind.Internal, "the database is damaged or is none: %w", err).
+		return kind.Errorf(kind.Internal, "the database is damaged or is not a SQLite database: %w", err).
 			WithHint("restore %s from a backup; exported records can still be verified", databaseFile)
 	}
 	return err

@@ -69,8 +69,12 @@ func migrate(ctx context.Context, conn *sql.Conn, dir string, steps []migration)
 		return kind.Errorf(kind.Conflict, "%s in %s is a SQLite database of another program", databaseFile, dir).
 			WithHint("choose another data directory")
 	}
+	if version < 0 {
+		return kind.Errorf(kind.Conflict, "data directory %s has schema %d, which no bivy writes; this bivy knows schemas 1 to %d", dir, version, newest).
+			WithHint("restore %s from a backup", databaseFile)
+	}
 	if version > newest {
-		return kind.Errorf(kind.Conflict, "data directory %s has schema %d; this bivy knows schemas up to %d", dir, version, newest).
+		return kind.Errorf(kind.Conflict, "data directory %s has schema %d; this bivy knows schemas 1 to %d", dir, version, newest).
 			WithHint("use the newer bivy that wrote it, or another data directory")
 	}
 	for _, m := range steps[version:] {

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"math"
 	"slices"
 	"strings"
 
@@ -23,21 +24,26 @@ const MaxPage = 1000
 // would keep the log from being folded back into the database.
 const eventPage = 64
 
-// Get implements lifecycle.Store.
+// sessionColumns selects what decode needs from session s.
+const sessionColumns = "s.spec, s.body, ifnull((SELECT boot FROM sandbox x WHERE x.session = s.n AND x.generation = s.generation), '')"
+
+// Get returns a session; NotFound when there is none of that id.
 func (s *Store) Get(ctx context.Context, id session.ID) (session.Session, error) {
 	var spec, rest []byte
-	err := s.readDB.QueryRowContext(ctx, "SELECT spec, body FROM session WHERE id = ?", string(id)).Scan(&spec, &rest)
+	var boot string
+	err := s.readDB.QueryRowContext(ctx, "SELECT "+sessionColumns+" FROM session s WHERE s.id = ?", string(id)).Scan(&spec, &rest, &boot)
 	if errors.Is(err, sql.ErrNoRows) {
 		return session.Session{}, errUnknown(id)
 	}
 	if err != nil {
 		return session.Session{}, fmt.Errorf("read session %s: %w", id, classify(err))
 	}
-	return decode(spec, rest)
+	return decode(spec, rest, boot)
 }
 
-// List implements lifecycle.Store. The cursor is the id of the last session of
-// the page before.
+// List returns sessions newest first, from after the cursor, at most limit (1
+// to MaxPage), and the next cursor, empty when the list is complete. The cursor
+// is the id of the last session of the page before.
 func (s *Store) List(ctx context.Context, f session.Filter, cursor string, limit int) ([]session.Session, string, error) {
 	if limit < 1 || limit > MaxPage {
 		return nil, "", kind.Errorf(kind.Invalid, "%d is outside 1 to %d", limit, MaxPage).WithField("limit")
@@ -79,7 +85,7 @@ func (s *Store) List(ctx context.Context, f session.Filter, cursor string, limit
 	for _, k := range slices.Sorted(maps.Keys(f.Labels)) {
 		add("n IN (SELECT session FROM label WHERE key = ? AND value = ?)", k, f.Labels[k])
 	}
-	query := "SELECT spec, body FROM session WHERE " + strings.Join(where, " AND ") + " ORDER BY n DESC LIMIT ?"
+	query := "SELECT " + sessionColumns + " FROM session s WHERE " + strings.Join(where, " AND ") + " ORDER BY n DESC LIMIT ?"
 	page, err := s.sessions(ctx, query, append(args, limit+1)...)
 	if err != nil {
 		return nil, "", fmt.Errorf("list sessions: %w", classify(err))
@@ -90,11 +96,11 @@ func (s *Store) List(ctx context.Context, f session.Filter, cursor string, limit
 	return page[:limit], string(page[limit-1].ID), nil
 }
 
-// Live implements lifecycle.Store.
-func (s *Store) Live(ctx context.Context) ([]session.Session, error) {
-	live, err := s.sessions(ctx, "SELECT spec, body FROM session WHERE state <> 'ended' ORDER BY n DESC")
+// Live returns the sessions of a node that have not ended, newest first.
+func (s *Store) Live(ctx context.Context, node session.NodeID) ([]session.Session, error) {
+	live, err := s.sessions(ctx, "SELECT "+sessionColumns+" FROM session s WHERE s.node = ? AND s.state <> 'ended' ORDER BY s.n DESC", string(node))
 	if err != nil {
-		return nil, fmt.Errorf("list live sessions: %w", classify(err))
+		return nil, fmt.Errorf("list the live sessions of node %s: %w", node, classify(err))
 	}
 	return live, nil
 }
@@ -108,10 +114,11 @@ func (s *Store) sessions(ctx context.Context, query string, args ...any) ([]sess
 	var found []session.Session
 	for rows.Next() {
 		var spec, rest sql.RawBytes
-		if err := rows.Scan(&spec, &rest); err != nil {
+		var boot string
+		if err := rows.Scan(&spec, &rest, &boot); err != nil {
 			return nil, err
 		}
-		one, err := decode(spec, rest)
+		one, err := decode(spec, rest, boot)
 		if err != nil {
 			return nil, err
 		}
@@ -120,16 +127,58 @@ func (s *Store) sessions(ctx context.Context, query string, args ...any) ([]sess
 	return found, rows.Err()
 }
 
-// Events implements lifecycle.Store.
-func (s *Store) Events(ctx context.Context, id session.ID, after uint64, limit int, fn func(audit.Stored) error) error {
+// Revision returns a number that differs whenever anything was written since
+// the call before, also by another process. It says nothing across an Open.
+func (s *Store) Revision(ctx context.Context) (int64, error) {
+	if err := ctx.Err(); err != nil {
+		return 0, kind.Wrap(kind.Unavailable, err)
+	}
+	s.watch.Lock()
+	defer s.watch.Unlock()
+	// The number counts the writes of all connections but the one that asks,
+	// which is kept for this purpose. The call is short: it is not cancelled.
 	var n int64
-	err := s.readDB.QueryRowContext(ctx, "SELECT n FROM session WHERE id = ?", string(id)).Scan(&n)
+	if err := s.watchConn.QueryRowContext(context.Background(), "PRAGMA data_version").Scan(&n); err != nil {
+		return 0, fmt.Errorf("look for changes: %w", classify(err))
+	}
+	return n, nil
+}
+
+// Events calls fn for each event of a session's record with a number above
+// after, in order, until fn fails or limit events (0: all) were given.
+func (s *Store) Events(ctx context.Context, id session.ID, after uint64, limit int, fn func(audit.Stored) error) error {
+	n, err := s.sessionRow(ctx, id)
+	if err != nil {
+		return err
+	}
+	return s.each(ctx, n, after, limit, fn)
+}
+
+// sessionRow returns the row of the record of a session; NotFound when there is
+// no such session.
+func (s *Store) sessionRow(ctx context.Context, id session.ID) (int64, error) {
+	n, err := s.recordRow(ctx, audit.SessionRecord(id))
+	if kind.Is(err, kind.NotFound) {
+		return 0, errUnknown(id)
+	}
+	return n, err
+}
+
+// recordRow returns the row of a record; NotFound when there is none.
+func (s *Store) recordRow(ctx context.Context, id audit.RecordID) (int64, error) {
+	var n int64
+	err := s.readDB.QueryRowContext(ctx, "SELECT n FROM record WHERE id = ?", string(id)).Scan(&n)
 	if errors.Is(err, sql.ErrNoRows) {
-		return errUnknown(id)
+		return 0, kind.Errorf(kind.NotFound, "%s does not exist", id)
 	}
 	if err != nil {
-		return fmt.Errorf("read the record of session %s: %w", id, classify(err))
+		return 0, fmt.Errorf("read %s: %w", id, classify(err))
 	}
+	return n, nil
+}
+
+// each calls fn for the events of record n, which it reads in pages.
+func (s *Store) each(ctx context.Context, n int64, after uint64, limit int, fn func(audit.Stored) error) error {
 	for given := 0; limit == 0 || given < limit; {
 		want := eventPage
 		if limit > 0 {
@@ -137,7 +186,7 @@ func (s *Store) Events(ctx context.Context, id session.ID, after uint64, limit i
 		}
 		page, err := s.events(ctx, n, after, want)
 		if err != nil {
-			return fmt.Errorf("read the record of session %s: %w", id, classify(err))
+			return fmt.Errorf("read a record: %w", classify(err))
 		}
 		for _, e := range page {
 			if err := fn(e); err != nil {
@@ -154,7 +203,7 @@ func (s *Store) Events(ctx context.Context, id session.ID, after uint64, limit i
 
 func (s *Store) events(ctx context.Context, n int64, after uint64, limit int) ([]audit.Stored, error) {
 	rows, err := s.readDB.QueryContext(ctx,
-		"SELECT raw, lower(hex(hash)), salt, payload FROM event WHERE session = ? AND seq > ? ORDER BY seq LIMIT ?", n, int64(after), limit)
+		"SELECT raw, lower(hex(hash)), salt, payload FROM event WHERE record = ? AND seq > ? ORDER BY seq LIMIT ?", n, int64(min(after, math.MaxInt64)), limit)
 	if err != nil {
 		return nil, err
 	}
@@ -175,23 +224,35 @@ func (s *Store) events(ctx context.Context, n int64, after uint64, limit int) ([
 	return page, rows.Err()
 }
 
-// SealOf implements lifecycle.Store.
+// SealOf returns the seal of a session that has ended; NotFound before.
 func (s *Store) SealOf(ctx context.Context, id session.ID) (audit.Seal, error) {
-	var envelope []byte
-	err := s.readDB.QueryRowContext(ctx,
-		"SELECT seal.envelope FROM session JOIN seal ON seal.session = session.n WHERE session.id = ?", string(id)).Scan(&envelope)
+	if _, err := s.sessionRow(ctx, id); err != nil {
+		return audit.Seal{}, err
+	}
+	return s.sealOf(ctx, audit.SessionRecord(id))
+}
+
+// sealOf returns the seal of a record; NotFound when it is open.
+func (s *Store) sealOf(ctx context.Context, id audit.RecordID) (audit.Seal, error) {
+	seal, err := s.envelope(ctx, "SELECT seal.envelope FROM record r JOIN seal ON seal.record = r.n WHERE r.id = ?", string(id))
 	if errors.Is(err, sql.ErrNoRows) {
-		if _, err := s.Get(ctx, id); err != nil {
-			return audit.Seal{}, err
-		}
-		return audit.Seal{}, kind.Errorf(kind.NotFound, "session %s has no seal: it has not ended", id).WithField("session")
+		return audit.Seal{}, kind.Errorf(kind.NotFound, "%s has no seal: it is still open", id)
 	}
 	if err != nil {
-		return audit.Seal{}, fmt.Errorf("read the seal of session %s: %w", id, classify(err))
+		return audit.Seal{}, fmt.Errorf("read the seal of %s: %w", id, classify(err))
+	}
+	return seal, nil
+}
+
+// envelope reads one stored seal.
+func (s *Store) envelope(ctx context.Context, query string, args ...any) (audit.Seal, error) {
+	var text []byte
+	if err := s.readDB.QueryRowContext(ctx, query, args...).Scan(&text); err != nil {
+		return audit.Seal{}, err
 	}
 	var seal audit.Seal
-	if err := json.Unmarshal(envelope, &seal); err != nil {
-		return audit.Seal{}, fmt.Errorf("stored seal of session %s: %w", id, err)
+	if err := json.Unmarshal(text, &seal); err != nil {
+		return audit.Seal{}, fmt.Errorf("a stored seal: %w", err)
 	}
 	return seal, nil
 }

@@ -1,7 +1,6 @@
 package sqlite
 
 import (
-	"bivy/internal/access"
 	"bytes"
 	"context"
 	"database/sql"
@@ -11,6 +10,7 @@ import (
 	"path/filepath"
 	"reflect"
 	"runtime"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -20,9 +20,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"bivy/internal/audit"
-	"bivy/internal/auth"
 	"bivy/internal/kind"
-	"bivy/internal/lifecycle"
 	"bivy/internal/session"
 	"bivy/internal/store/storetest"
 )
@@ -68,7 +66,7 @@ func TestNoFieldOfASessionIsForgotten(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	got, err := decode(spec, rest)
+	got, err := decode(spec, rest, want.Boot)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -119,7 +117,13 @@ func TestDirectoriesThatAreRefused(t *testing.T) {
 				t.Fatal(err)
 			}
 			raw(t, dir, "PRAGMA user_version = 999")
-		}, kind.Conflict, "schema 999"},
+		}, kind.Conflict, "schema 999; this bivy knows schemas 1 to 1"},
+		{"negative", func(t *testing.T, dir string) {
+			if err := open(t, dir).Close(); err != nil {
+				t.Fatal(err)
+			}
+			raw(t, dir, "PRAGMA user_version = -1")
+		}, kind.Conflict, "schema -1, which no bivy writes"},
 		{"another program's", func(t *testing.T, dir string) { raw(t, dir, "CREATE TABLE notes (text)") }, kind.Conflict, "another program"},
 		{"no database", func(t *testing.T, dir string) {
 			if err := os.WriteFile(filepath.Join(dir, databaseFile), bytes.Repeat([]byte("text\n"), 1000), 0o600); err != nil {
@@ -134,7 +138,7 @@ func TestDirectoriesThatAreRefused(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			for range 2 { // the refusal lets go of the lock
+			for range 2 { // the refusal releases the lock
 				_, err = Open(t.Context(), dir, Options{})
 				if !kind.Is(err, c.kind) || !strings.Contains(err.Error(), c.say) || kind.Hint(err) == "" {
 					t.Errorf("got %v (%s, hint %q), want %s that says %q", err, kind.Of(err), kind.Hint(err), c.kind, c.say)
@@ -287,7 +291,7 @@ func TestConcurrentAppendsShareASync(t *testing.T) {
 	const n = 40
 	errs := make(chan error, n)
 	for range n {
-		go func() { errs <- s.Append(context.Background(), at.ID, storetest.Entry(audit.StepDone)) }()
+		go func() { errs <- storetest.Append(context.Background(), s, at, storetest.Entry(audit.StepDone)) }()
 	}
 	queued(t, s, n)
 	before := s.Stats()
@@ -313,14 +317,14 @@ func TestWaitingRequestIsWithdrawn(t *testing.T) {
 	defer release()
 	ctx, cancel := context.WithCancel(t.Context())
 	errs := make(chan error, 1)
-	go func() { errs <- s.Append(ctx, at.ID, storetest.Entry(audit.StepDone)) }()
+	go func() { errs <- storetest.Append(ctx, s, at, storetest.Entry(audit.StepDone)) }()
 	queued(t, s, 1)
 	cancel()
 	if err := <-errs; !kind.Is(err, kind.Unavailable) || !errors.Is(err, context.Canceled) {
 		t.Errorf("got %v", err)
 	}
 	release()
-	if err := s.Append(t.Context(), at.ID, storetest.Entry(audit.StepFailed)); err != nil {
+	if err := storetest.Append(t.Context(), s, at, storetest.Entry(audit.StepFailed)); err != nil {
 		t.Fatal(err)
 	}
 	if r := storetest.Verify(t, s, at.ID); r.Events != 2 || r.Counts[audit.StepDone] != 0 {
@@ -334,7 +338,7 @@ func TestClose(t *testing.T) {
 	at := storetest.Created(t, s)
 	release := hold(t, s)
 	accepted := make(chan error, 1)
-	go func() { accepted <- s.Append(context.Background(), at.ID, storetest.Entry(audit.StepDone)) }()
+	go func() { accepted <- storetest.Append(context.Background(), s, at, storetest.Entry(audit.StepDone)) }()
 	queued(t, s, 1)
 	closed := make(chan error, 1)
 	go func() { closed <- s.Close() }()
@@ -343,7 +347,7 @@ func TestClose(t *testing.T) {
 	if err := errors.Join(<-accepted, <-closed); err != nil {
 		t.Errorf("accepted before Close: %v", err)
 	}
-	if err := s.Append(t.Context(), at.ID, storetest.Entry(audit.StepDone)); !kind.Is(err, kind.Unavailable) {
+	if err := storetest.Append(t.Context(), s, at, storetest.Entry(audit.StepDone)); !kind.Is(err, kind.Unavailable) {
 		t.Errorf("after Close: %v", err)
 	}
 	if err := s.Close(); err != nil {
@@ -366,7 +370,7 @@ func TestClose(t *testing.T) {
 	}
 }
 
-// TestFullDisk: whatever does not fit is refused as Exhausted and leaves
+// TestFullDisk: a write for which there is no room is refused as Exhausted and leaves
 // nothing, and when there is room again the store goes on.
 func TestFullDisk(t *testing.T) {
 	s := open(t, t.TempDir())
@@ -381,10 +385,10 @@ func TestFullDisk(t *testing.T) {
 		}
 	}
 	limit("1") // that is: no more than there are
-	fillUntilExhausted(t, s, at.ID)
+	fillUntilExhausted(t, s, at)
 	before := storetest.Verify(t, s, at.ID).Events
 	n := storetest.New()
-	if _, _, err := s.Create(t.Context(), n, lifecycle.IdempotencyKey{}, big()); !kind.Is(err, kind.Exhausted) {
+	if _, _, err := s.Create(t.Context(), n, session.IdempotencyKey{}, big()); !kind.Is(err, kind.Exhausted) {
 		t.Errorf("create: %v", err)
 	}
 	if _, err := s.Get(t.Context(), n.ID); !kind.Is(err, kind.NotFound) {
@@ -394,7 +398,7 @@ func TestFullDisk(t *testing.T) {
 	moved.State = session.Running
 	e := big()
 	e.Action = audit.SessionRunning
-	if _, err := s.Transition(t.Context(), moved, e); !kind.Is(err, kind.Exhausted) {
+	if _, err := storetest.Transition(t.Context(), s, moved, e); !kind.Is(err, kind.Exhausted) {
 		t.Errorf("transition: %v", err)
 	}
 	if got, err := s.Get(t.Context(), at.ID); err != nil || cmp.Diff(at, got) != "" {
@@ -430,7 +434,7 @@ func TestFullDiskForReal(t *testing.T) {
 		t.Fatal(err)
 	}
 	at := storetest.Created(t, s)
-	fillUntilExhausted(t, s, at.ID)
+	fillUntilExhausted(t, s, at)
 	before := storetest.Verify(t, s, at.ID).Events
 	if err := unix.Mount("tmpfs", dir, "tmpfs", unix.MS_REMOUNT, "size=32m"); err != nil {
 		t.Fatal(err)
@@ -450,19 +454,19 @@ func big() audit.Entry {
 	return e
 }
 
-func fillUntilExhausted(t *testing.T, s *Store, id session.ID) {
+func fillUntilExhausted(t *testing.T, s *Store, at session.Session) {
 	t.Helper()
 	e := big()
 	e.Action = audit.StepDone
 	for i := range uint64(10000) {
-		err := s.Append(t.Context(), id, e)
+		err := storetest.Append(t.Context(), s, at, e)
 		if err == nil {
 			continue
 		}
 		if !kind.Is(err, kind.Exhausted) || kind.Hint(err) == "" {
 			t.Fatalf("a full disk: got %v (%s)", err, kind.Of(err))
 		}
-		if r := storetest.Verify(t, s, id); r.Events != i+1 {
+		if r := storetest.Verify(t, s, at.ID); r.Events != i+1 {
 			t.Fatalf("%d events, want %d that were acknowledged", r.Events, i+1)
 		}
 		return
@@ -475,16 +479,49 @@ func TestDatabaseRefuses(t *testing.T) {
 	s := open(t, t.TempDir())
 	live := storetest.Created(t, s)
 	ended, key := storetest.Sealed(t, s, storetest.Created(t, s))
-	number := func(id session.ID) string { return fmt.Sprintf("(SELECT n FROM session WHERE id = '%s')", id) }
+	number := func(id session.ID) string { return fmt.Sprintf("(SELECT record FROM session WHERE id = '%s')", id) }
+	next := live
+	next.State, next.Generation, next.Boot = session.Running, 1, "boot"
+	if _, _, err := s.Transition(t.Context(), live.Fence(), next, storetest.Entry(audit.SessionRunning)); err != nil {
+		t.Fatal(err)
+	}
+	signer := audit.GenerateSigner()
+	storetest.AddTo(t, s, ended, signer, storetest.Entry(audit.StepDone))
+	for range 2 {
+		if _, _, err := s.AppendSystem(t.Context(), storetest.Node, storetest.Entry("server.started")); err != nil {
+			t.Fatal(err)
+		}
+		if err := s.SealSegment(t.Context(), storetest.Node, storetest.SignSegment(signer), storetest.Entry(audit.SegmentClosed)); err != nil {
+			t.Fatal(err)
+		}
+	}
 	for _, stmt := range []string{
 		"DELETE FROM event",
 		"UPDATE event SET raw = raw || ' '",
 		"UPDATE event SET seq = seq + 100",
 		"UPDATE event SET payload = 'other'",
 		"UPDATE event SET action = 'x'",
-		"INSERT INTO event (session, seq, action, ref, raw, hash) VALUES (" + number(ended.ID) + ", 99, 'a', '', '', x'')",
-		"INSERT INTO event (session, seq, action, ref, raw, hash) VALUES (" + number(live.ID) + ", 1, 'a', '', '', x'')",
-		"INSERT INTO event (session, seq, action, ref, raw, hash) VALUES (12345, 1, 'a', '', '', x'')",
+		"UPDATE event SET concludes = 1",
+		"INSERT INTO event (record, seq, action, ref, concludes, raw, hash) VALUES ((SELECT record FROM segment WHERE number = 1), 99, 'a', '', 0, '', x'')",
+		"UPDATE record SET id = id || 'x'",
+		"DELETE FROM record",
+		"UPDATE addenda_seal SET envelope = '{}'",
+		"DELETE FROM addenda_seal",
+		"DELETE FROM addenda",
+		"UPDATE addenda SET session = 1",
+		"INSERT INTO addenda (session, record) VALUES ((SELECT n FROM session WHERE id = '" + string(live.ID) + "'), " + number(live.ID) + ")",
+		"DELETE FROM segment",
+		"UPDATE segment SET sealed_at = 0",
+		"INSERT INTO segment (node, number, record, events, bytes, opened_at, sealed_at) VALUES ('node-1', 5, " + number(live.ID) + ", 0, 0, 0, 0)",
+		"UPDATE leaf SET seq = seq + 1",
+		"DELETE FROM leaf",
+		"INSERT INTO leaf (node, position, record, seq) VALUES ('node-1', 9, " + number(live.ID) + ", 1)",
+		"UPDATE session SET generation = -1",
+		"UPDATE session SET id = 'x' WHERE id = '" + string(live.ID) + "'",
+		"DELETE FROM sandbox",
+		"INSERT INTO event (record, seq, action, ref, concludes, raw, hash) VALUES (" + number(ended.ID) + ", 99, 'a', '', 0, '', x'')",
+		"INSERT INTO event (record, seq, action, ref, concludes, raw, hash) VALUES (" + number(live.ID) + ", 1, 'a', '', 0, '', x'')",
+		"INSERT INTO event (record, seq, action, ref, concludes, raw, hash) VALUES (12345, 1, 'a', '', 0, '', x'')",
 		"UPDATE seal SET envelope = '{}'",
 		"DELETE FROM seal",
 		"UPDATE session SET state = 'running' WHERE id = '" + string(ended.ID) + "'",
@@ -499,17 +536,113 @@ func TestDatabaseRefuses(t *testing.T) {
 		}
 	}
 	storetest.Verify(t, s, live.ID)
-	storetest.Verify(t, s, ended.ID, key)
+	storetest.Verify(t, s, ended.ID, key, signer.Public())
 
-	// Erasing what was said is allowed, and what remains verifies.
+	// Erasing payloads is allowed, and verifies where an event announces it.
 	if err := s.write(t.Context(), func(b *batch) error {
-		_, err := b.conn.ExecContext(context.Background(), "UPDATE event SET salt = NULL, payload = NULL WHERE session = "+number(ended.ID))
+		_, err := b.conn.ExecContext(context.Background(), "UPDATE event SET salt = NULL, payload = NULL WHERE record = "+number(ended.ID))
 		return err
 	}); err != nil {
 		t.Fatal(err)
 	}
-	if r := storetest.Verify(t, s, ended.ID, key); r.Erased != r.Events {
-		t.Errorf("%d of %d payloads erased", r.Erased, r.Events)
+	check := func() (audit.Report, error) {
+		return audit.Verify(bytes.NewReader(storetest.Export(t, s, ended.ID)), []audit.PublicKey{key, signer.Public()}, audit.VerifyOptions{AllowErased: true})
+	}
+	if _, err := check(); !kind.Is(err, kind.Invalid) {
+		t.Errorf("payloads that are missing without a word: %v", err)
+	}
+	announce := storetest.Entry(audit.PayloadErased)
+	announce.Object = audit.ErasedEvents(1, 3)
+	storetest.AddTo(t, s, ended, signer, announce)
+	if r, err := check(); err != nil || r.Erased != r.Events || r.Events != 3 {
+		t.Errorf("%d of %d payloads erased, %v", r.Erased, r.Events, err)
+	}
+}
+
+// TestSpecOfAnotherBuild: a stored spec with a field that this build does not
+// write is neither changed nor in the way.
+func TestSpecOfAnotherBuild(t *testing.T) {
+	dir := t.TempDir()
+	s := open(t, dir)
+	at := storetest.Created(t, s)
+	stored := func() (spec string) {
+		t.Helper()
+		if err := s.readDB.QueryRowContext(t.Context(), "SELECT spec FROM session WHERE id = ?", string(at.ID)).Scan(&spec); err != nil {
+			t.Fatal(err)
+		}
+		return spec
+	}
+	if err := s.write(t.Context(), func(b *batch) error {
+		_, err := b.conn.ExecContext(context.Background(),
+			"UPDATE session SET spec = json_set(spec, '$.egress', json('{\"allow\":[\"example.org\"]}')), body = json_set(body, '$.spec_digest', 'sha256:of-another-build')")
+		return err
+	}); err != nil {
+		t.Fatal(err)
+	}
+	if err := s.Close(); err != nil { // what the writer remembers is not what is tested
+		t.Fatal(err)
+	}
+	s = open(t, dir)
+	before := stored()
+	at, err := s.Get(t.Context(), at.ID)
+	if err != nil || at.SpecDigest != "sha256:of-another-build" || !strings.Contains(before, "egress") {
+		t.Fatalf("digest %s, spec %s, %v", at.SpecDigest, before, err)
+	}
+	other := at
+	other.Spec.Hostname = "other"
+	if _, err := storetest.Transition(t.Context(), s, other, storetest.Entry(audit.StepDone)); !kind.Is(err, kind.Invalid) {
+		t.Errorf("another spec: %v", err)
+	}
+	ended, key := storetest.Sealed(t, s, storetest.Moved(t, s, at, session.Running))
+	storetest.Verify(t, s, ended.ID, key)
+	if after := stored(); after != before {
+		t.Errorf("the stored spec was changed to %s", after)
+	}
+}
+
+// TestSandboxRows: there is one row for each incarnation, with its times.
+func TestSandboxRows(t *testing.T) {
+	now := time.UnixMicro(1_000_000)
+	s, err := Open(t.Context(), t.TempDir(), Options{Moment: func() audit.Moment { return audit.Moment{Now: now, Boot: "b"} }})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer s.Close()
+	at := storetest.Created(t, s)
+	for generation := uint32(1); generation <= 2; generation++ {
+		for range 2 { // the second time nothing begins
+			now = now.Add(time.Second)
+			next := at
+			next.State, next.Generation, next.Boot = session.Running, generation, fmt.Sprint("boot-", generation)
+			if at, _, err = s.Transition(t.Context(), at.Fence(), next, storetest.Entry(audit.SessionRunning)); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	now = now.Add(time.Second)
+	ending := storetest.Moved(t, s, at, session.Ending)
+	now = now.Add(time.Second)
+	storetest.Sealed(t, s, ending)
+	type row struct {
+		generation, started, ended int64
+		node, boot                 string
+	}
+	var got []row
+	rows, err := s.readDB.QueryContext(t.Context(), "SELECT generation, started_at, ended_at, node, boot FROM sandbox ORDER BY generation")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer rows.Close()
+	for rows.Next() {
+		var r row
+		if err := rows.Scan(&r.generation, &r.started, &r.ended, &r.node, &r.boot); err != nil {
+			t.Fatal(err)
+		}
+		got = append(got, r)
+	}
+	want := []row{{1, 2_000_000, 4_000_000, "node-1", "boot-1"}, {2, 4_000_000, 7_000_000, "node-1", "boot-2"}}
+	if err := rows.Err(); err != nil || !slices.Equal(got, want) {
+		t.Errorf("rows %v, %v; want %v", got, err, want)
 	}
 }
 
@@ -522,7 +655,7 @@ func TestIdempotencyKeysExpire(t *testing.T) {
 	defer s.Close()
 	create := func(digest string) (session.ID, bool) {
 		t.Helper()
-		got, existed, err := s.Create(t.Context(), storetest.New(), lifecycle.IdempotencyKey{Scope: "s", Key: "k", Digest: digest}, storetest.Entry(audit.SessionCreated))
+		got, existed, err := s.Create(t.Context(), storetest.New(), session.IdempotencyKey{Scope: "s", Key: "k", Digest: digest}, storetest.Entry(audit.SessionCreated))
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -548,7 +681,7 @@ func TestDamageIsFound(t *testing.T) {
 	s := open(t, dir)
 	at := storetest.Created(t, s)
 	for range 50 {
-		if err := s.Append(t.Context(), at.ID, func() audit.Entry { e := big(); e.Action = audit.StepDone; return e }()); err != nil {
+		if err := storetest.Append(t.Context(), s, at, func() audit.Entry { e := big(); e.Action = audit.StepDone; return e }()); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -574,55 +707,5 @@ func TestDamageIsFound(t *testing.T) {
 	defer s.Close()
 	if err := s.Check(t.Context()); !kind.Is(err, kind.Internal) || kind.Hint(err) == "" {
 		t.Errorf("got %v, want the damage and what to do", err)
-	}
-}
-
-func TestKeys(t *testing.T) {
-	dir := t.TempDir()
-	s := open(t, dir)
-	ring, err := auth.Open(t.Context(), s, nil)
-	if err != nil {
-		t.Fatal(err)
-	}
-	token, k, err := ring.Create(t.Context(), session.Principal{Subject: "local:root"}, access.Developer, "ci")
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := s.PutKey(t.Context(), k); !kind.Is(err, kind.Conflict) {
-		t.Errorf("the same key twice: %v", err)
-	}
-	if err := s.RevokeKey(t.Context(), "ffffffff", time.Now()); !kind.Is(err, kind.NotFound) {
-		t.Errorf("revoke an unknown key: %v", err)
-	}
-	if err := s.Close(); err != nil {
-		t.Fatal(err)
-	}
-	// Not even the files show the token.
-	for _, name := range []string{databaseFile, databaseFile + "-wal"} {
-		data, err := os.ReadFile(filepath.Join(dir, name))
-		if err != nil && !errors.Is(err, os.ErrNotExist) {
-			t.Fatal(err)
-		}
-		if bytes.Contains(data, []byte(token.Reveal())) {
-			t.Errorf("%s holds the token", name)
-		}
-	}
-	s = open(t, dir)
-	if ring, err = auth.Open(t.Context(), s, nil); err != nil {
-		t.Fatal(err)
-	}
-	if c, err := ring.Authenticate(t.Context(), token.Reveal()); err != nil || c.Principal.Subject != k.Subject() || c.Role != access.Developer {
-		t.Errorf("after reopening: %+v, %v", c, err)
-	}
-	if keys, err := ring.List(t.Context()); err != nil || cmp.Diff([]auth.Key{k}, keys) != "" {
-		t.Errorf("%v, %s", err, cmp.Diff([]auth.Key{k}, keys))
-	}
-	for range 2 {
-		if err := ring.Revoke(t.Context(), k.ID); err != nil {
-			t.Error(err)
-		}
-	}
-	if _, err := ring.Authenticate(t.Context(), token.Reveal()); !kind.Is(err, kind.Unauthentic) {
-		t.Errorf("a revoked key: %v", err)
 	}
 }

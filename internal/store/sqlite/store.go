@@ -1,10 +1,3 @@
-// Package sqlite keeps sessions, their records and API keys in one SQLite
-// database in a data directory.
-//
-// One goroutine writes. It takes all requests that wait, runs them in one
-// transaction, each behind a savepoint of its own, and commits them with one
-// sync of the disk, so that many appenders together cost about what one costs.
-// Readers have connections of their own and never wait for the writer.
 package sqlite
 
 import (
@@ -24,6 +17,7 @@ import (
 	_ "modernc.org/sqlite" // the driver
 
 	"bivy/internal/audit"
+	"bivy/internal/dirlock"
 	"bivy/internal/hostclock"
 	"bivy/internal/kind"
 )
@@ -34,24 +28,28 @@ const databaseFile = "bivy.db"
 type Options struct {
 	// Moment reads the clocks; nil: the host's.
 	Moment func() audit.Moment
-	// Log gets what has no caller to be returned to; nil: nowhere.
+	// Log gets errors that no caller waits for; nil: they are dropped.
 	Log *slog.Logger
 }
 
-// Store is an open data directory. It implements lifecycle.Store and
-// auth.Store and is safe for concurrent use.
+// Store is an open data directory. It implements lifecycle.Store,
+// journal.SystemStore and auth.Store and is safe for concurrent use.
 type Store struct {
 	dir     string
 	log     *slog.Logger
 	moment  func() audit.Moment
-	lock    *os.File
+	schema  int // version of the database's schema
+	lock    *dirlock.Lock
 	writeDB *sql.DB
 	readDB  *sql.DB
 	writer  *writer
 
+	watch     sync.Mutex // for watchConn
+	watchConn *sql.Conn  // counts what other connections write, see Revision
+
 	queue   chan *request
 	closing chan struct{} // closed when Close begins
-	stopped chan struct{} // closed when the writer has gone
+	stopped chan struct{} // closed when the writer has stopped
 	once    sync.Once
 	close   error
 
@@ -74,7 +72,13 @@ func (s *Store) Stats() Stats {
 // missing, and brings its schema up to date. It fails with Conflict when
 // another process has the directory, when a newer bivy wrote it, and when the
 // database in it is another program's.
-func Open(ctx context.Context, dir string, o Options) (_ *Store, err error) {
+func Open(ctx context.Context, dir string, o Options) (*Store, error) {
+	return openStore(ctx, dir, o, true)
+}
+
+// openStore opens the data directory. Without exclusive it takes no lock, so
+// that several stores can write to one directory.
+func openStore(ctx context.Context, dir string, o Options, exclusive bool) (_ *Store, err error) {
 	if o.Log == nil {
 		o.Log = slog.New(slog.DiscardHandler)
 	}
@@ -94,6 +98,7 @@ func Open(ctx context.Context, dir string, o Options) (_ *Store, err error) {
 		dir:     dir,
 		log:     o.Log,
 		moment:  o.Moment,
+		schema:  len(steps),
 		queue:   make(chan *request, maxBatch),
 		closing: make(chan struct{}),
 		stopped: make(chan struct{}),
@@ -103,8 +108,11 @@ func Open(ctx context.Context, dir string, o Options) (_ *Store, err error) {
 			err = errors.Join(err, s.release())
 		}
 	}()
-	if s.lock, err = lock(dir); err != nil {
-		return nil, err
+	if exclusive {
+		if s.lock, err = dirlock.Acquire(dir); err != nil {
+			return nil, kind.Errorf(kind.Of(err), "the database is not available: %w", err).
+				WithHint("stop that process, talk to it through its API, or choose another data directory")
+		}
 	}
 	path := filepath.Join(dir, databaseFile)
 	// Made here, because SQLite would give it, and the log beside it, the
@@ -136,15 +144,18 @@ func Open(ctx context.Context, dir string, o Options) (_ *Store, err error) {
 		"busy_timeout(5000)", "query_only(1)", "cache_size(-1024)", "temp_store(MEMORY)", "trusted_schema(0)")); err != nil {
 		return nil, errors.Join(fmt.Errorf("open %s: %w", path, err), s.writer.close())
 	}
-	s.readDB.SetMaxOpenConns(4)
-	s.readDB.SetMaxIdleConns(2)
+	s.readDB.SetMaxOpenConns(5)
+	s.readDB.SetMaxIdleConns(3)
 	s.readDB.SetConnMaxIdleTime(time.Minute)
+	if s.watchConn, err = s.readDB.Conn(ctx); err != nil {
+		return nil, errors.Join(fmt.Errorf("open %s: %w", path, classify(err)), s.writer.close())
+	}
 	go s.writer.run() // ends when closing is closed; Close waits for it
 	return s, nil
 }
 
-// Close finishes the writes that were accepted, then lets go of the
-// directory. Later calls return what the first one did.
+// Close finishes the writes that were accepted, then releases the directory.
+// Later calls return what the first one did.
 func (s *Store) Close() error {
 	s.once.Do(func() {
 		close(s.closing)
@@ -158,6 +169,11 @@ func (s *Store) release() error {
 	var errs []error
 	// Readers first: the last connection to close writes the log back into
 	// the database, and readers may not write.
+	if s.watchConn != nil {
+		s.watch.Lock()
+		errs = append(errs, s.watchConn.Close())
+		s.watch.Unlock()
+	}
 	if s.readDB != nil {
 		errs = append(errs, s.readDB.Close())
 	}
@@ -169,6 +185,9 @@ func (s *Store) release() error {
 	}
 	return errors.Join(errs...)
 }
+
+// Schema is the version of the schema that every open Store has.
+func (s *Store) Schema() int { return s.schema }
 
 // Check asks SQLite whether the database is whole.
 func (s *Store) Check(ctx context.Context) error {

@@ -4,15 +4,18 @@ import (
 	"context"
 	"testing"
 
-	"bivy/internal/lifecycle"
 	"bivy/internal/store/storetest"
 )
 
-var _ lifecycle.Store = (*Store)(nil)
-
 func open(t testing.TB, dir string) *Store {
 	t.Helper()
-	s, err := Open(t.Context(), dir, Options{})
+	return opened(t, dir, true)
+}
+
+// opened opens dir, without exclusive beside other stores.
+func opened(t testing.TB, dir string, exclusive bool) *Store {
+	t.Helper()
+	s, err := openStore(t.Context(), dir, Options{}, exclusive)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -25,13 +28,16 @@ func open(t testing.TB, dir string) *Store {
 }
 
 func TestContract(t *testing.T) {
-	storetest.Run(t, func(t *testing.T) lifecycle.Store {
-		s := open(t, t.TempDir())
-		t.Cleanup(func() {
-			if err := s.Check(context.Background()); err != nil {
-				t.Error(err)
-			}
-		})
-		return s
+	storetest.Run(t, func(t *testing.T) func() storetest.Store {
+		dir := t.TempDir()
+		return func() storetest.Store {
+			s := opened(t, dir, false)
+			t.Cleanup(func() {
+				if err := s.Check(context.Background()); err != nil {
+					t.Error(err)
+				}
+			})
+			return s
+		}
 	})
 }

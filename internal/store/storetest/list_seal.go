@@ -10,11 +10,10 @@ import (
 
 	"bivy/internal/audit"
 	"bivy/internal/kind"
-	"bivy/internal/lifecycle"
 	"bivy/internal/session"
 )
 
-func testListPages(t *testing.T, s lifecycle.Store) {
+func testListPages(t *testing.T, s Store) {
 	var want []session.ID // newest first
 	for range 25 {
 		want = append([]session.ID{Created(t, s).ID}, want...)
@@ -23,7 +22,7 @@ func testListPages(t *testing.T, s lifecycle.Store) {
 		var got []session.ID
 		cursor, pages := "", 0
 		for {
-			page, next, err := s.List(t.Context(), lifecycle.Filter{}, cursor, limit)
+			page, next, err := s.List(t.Context(), session.Filter{}, cursor, limit)
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -42,7 +41,7 @@ func testListPages(t *testing.T, s lifecycle.Store) {
 			}
 		}
 		same(t, fmt.Sprintf("limit %d", limit), want, got)
-		all, _, err := s.List(t.Context(), lifecycle.Filter{}, "", 1000)
+		all, _, err := s.List(t.Context(), session.Filter{}, "", 1000)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -53,11 +52,11 @@ func testListPages(t *testing.T, s lifecycle.Store) {
 	}
 }
 
-func testListFilters(t *testing.T, s lifecycle.Store) {
+func testListFilters(t *testing.T, s Store) {
 	make := func(owner string, labels map[string]string, state session.State) session.ID {
 		n := New()
 		n.Owner.Subject, n.Spec.Labels = owner, labels
-		made, _, err := s.Create(t.Context(), n, lifecycle.IdempotencyKey{}, Entry(audit.SessionCreated))
+		made, _, err := s.Create(t.Context(), n, session.IdempotencyKey{}, Entry(audit.SessionCreated))
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -77,19 +76,19 @@ func testListFilters(t *testing.T, s lifecycle.Store) {
 	d := make("key:b", nil, session.Ended)
 	for _, c := range []struct {
 		name string
-		f    lifecycle.Filter
+		f    session.Filter
 		want []session.ID
 	}{
-		{"everything", lifecycle.Filter{}, []session.ID{d, c, b, a}},
-		{"owner", lifecycle.Filter{Owner: "key:a"}, []session.ID{b, a}},
-		{"nobody", lifecycle.Filter{Owner: "key:"}, nil},
-		{"state", lifecycle.Filter{States: []session.State{session.Running}}, []session.ID{c, b}},
-		{"states", lifecycle.Filter{States: []session.State{session.Creating, session.Ended}}, []session.ID{d, a}},
-		{"label", lifecycle.Filter{Labels: map[string]string{"team": "red"}}, []session.ID{c, a}},
-		{"labels", lifecycle.Filter{Labels: map[string]string{"team": "blue", "env": "ci"}}, []session.ID{b}},
-		{"odd label", lifecycle.Filter{Labels: map[string]string{`a"b.c`: `v'%_\`}}, []session.ID{c}},
-		{"label of another value", lifecycle.Filter{Labels: map[string]string{"env": "red"}}, nil},
-		{"all of it", lifecycle.Filter{Owner: "key:b", States: []session.State{session.Running}, Labels: map[string]string{"team": "red"}}, []session.ID{c}},
+		{"everything", session.Filter{}, []session.ID{d, c, b, a}},
+		{"owner", session.Filter{Owner: "key:a"}, []session.ID{b, a}},
+		{"another owner", session.Filter{Owner: "key:"}, nil},
+		{"state", session.Filter{States: []session.State{session.Running}}, []session.ID{c, b}},
+		{"states", session.Filter{States: []session.State{session.Creating, session.Ended}}, []session.ID{d, a}},
+		{"label", session.Filter{Labels: map[string]string{"team": "red"}}, []session.ID{c, a}},
+		{"labels", session.Filter{Labels: map[string]string{"team": "blue", "env": "ci"}}, []session.ID{b}},
+		{"odd label", session.Filter{Labels: map[string]string{`a"b.c`: `v'%_\`}}, []session.ID{c}},
+		{"label of another value", session.Filter{Labels: map[string]string{"env": "red"}}, nil},
+		{"all of it", session.Filter{Owner: "key:b", States: []session.State{session.Running}, Labels: map[string]string{"team": "red"}}, []session.ID{c}},
 	} {
 		for _, limit := range []int{1, 100} {
 			var got []session.ID
@@ -111,11 +110,11 @@ func testListFilters(t *testing.T, s lifecycle.Store) {
 	}
 }
 
-func testListRefuses(t *testing.T, s lifecycle.Store) {
+func testListRefuses(t *testing.T, s Store) {
 	Created(t, s)
 	for _, c := range []struct {
 		what   string
-		f      lifecycle.Filter
+		f      session.Filter
 		cursor string
 		limit  int
 		field  string
@@ -123,8 +122,8 @@ func testListRefuses(t *testing.T, s lifecycle.Store) {
 		{what: "limit 0", limit: 0, field: "limit"},
 		{what: "limit -1", limit: -1, field: "limit"},
 		{what: "limit 1001", limit: 1001, field: "limit"},
-		{what: "a cursor of nobody", cursor: "x' OR 1 --", limit: 10, field: "cursor"},
-		{what: "a state that is none", f: lifecycle.Filter{States: []session.State{"gone"}}, limit: 10, field: "state"},
+		{what: "a cursor that no list gave", cursor: "x' OR 1 --", limit: 10, field: "cursor"},
+		{what: "a state that is none", f: session.Filter{States: []session.State{"gone"}}, limit: 10, field: "state"},
 	} {
 		_, _, err := s.List(t.Context(), c.f, c.cursor, c.limit)
 		wantKind(t, c.what, err, kind.Invalid)
@@ -134,7 +133,7 @@ func testListRefuses(t *testing.T, s lifecycle.Store) {
 	}
 }
 
-func testLive(t *testing.T, s lifecycle.Store) {
+func testLive(t *testing.T, s Store) {
 	want := map[session.ID]session.State{}
 	for state, path := range paths() {
 		at := Created(t, s)
@@ -144,7 +143,7 @@ func testLive(t *testing.T, s lifecycle.Store) {
 		want[at.ID] = state
 	}
 	Sealed(t, s, Created(t, s))
-	live, err := s.Live(t.Context())
+	live, err := s.Live(t.Context(), Node)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -156,7 +155,7 @@ func testLive(t *testing.T, s lifecycle.Store) {
 	same(t, "live sessions", want, got)
 }
 
-func testSeal(t *testing.T, s lifecycle.Store) {
+func testSeal(t *testing.T, s Store) {
 	for _, path := range paths() {
 		at := Created(t, s)
 		for _, step := range path {
@@ -179,11 +178,11 @@ func testSeal(t *testing.T, s lifecycle.Store) {
 	}
 }
 
-func testSealWithoutSignature(t *testing.T, s lifecycle.Store) {
+func testSealWithoutSignature(t *testing.T, s Store) {
 	at := Moved(t, s, Created(t, s), session.Ending)
 	end := at
 	end.State = session.Ended
-	_, err := s.Seal(t.Context(), end, func(audit.Head) (audit.Seal, error) { return audit.Seal{}, errStop }, Entry(audit.SessionEnded))
+	_, err := s.Seal(t.Context(), end.Fence(), end, func(audit.Head, audit.Heads) (audit.Seal, error) { return audit.Seal{}, errStop }, Entry(audit.SessionEnded))
 	if !errors.Is(err, errStop) {
 		t.Errorf("got %v", err)
 	}
@@ -195,23 +194,23 @@ func testSealWithoutSignature(t *testing.T, s lifecycle.Store) {
 	Verify(t, s, at.ID, key)
 }
 
-func testSealIsFinal(t *testing.T, s lifecycle.Store) {
+func testSealIsFinal(t *testing.T, s Store) {
 	ended, key := Sealed(t, s, Created(t, s))
 	before := actions(t, s, ended.ID)
-	wantKind(t, "append", s.Append(t.Context(), ended.ID, Entry(audit.StepDone)), kind.Conflict)
+	wantKind(t, "append", Append(t.Context(), s, ended, Entry(audit.StepDone)), kind.Conflict)
 	for _, state := range session.States() {
 		next := ended
 		next.State = state
-		_, err := s.Transition(t.Context(), next, Entry(audit.StepDone))
+		_, err := Transition(t.Context(), s, next, Entry(audit.StepDone))
 		wantKind(t, "transition to "+string(state), err, kind.Conflict)
 	}
-	_, err := s.Seal(t.Context(), ended, SignWith(audit.GenerateSigner(), ended), Entry(audit.SessionEnded))
+	_, err := s.Seal(t.Context(), ended.Fence(), ended, SignWith(audit.GenerateSigner(), ended), Entry(audit.SessionEnded))
 	wantKind(t, "a second seal", err, kind.Conflict)
-	_, _, err = s.Create(t.Context(), ended, lifecycle.IdempotencyKey{}, Entry(audit.SessionCreated))
+	_, _, err = s.Create(t.Context(), ended, session.IdempotencyKey{}, Entry(audit.SessionCreated))
 	wantKind(t, "create as ended", err, kind.Invalid)
 	again := New()
 	again.ID = ended.ID
-	_, _, err = s.Create(t.Context(), again, lifecycle.IdempotencyKey{}, Entry(audit.SessionCreated))
+	_, _, err = s.Create(t.Context(), again, session.IdempotencyKey{}, Entry(audit.SessionCreated))
 	wantKind(t, "its id again", err, kind.Conflict)
 	same(t, "record", before, actions(t, s, ended.ID))
 	same(t, "session", ended, get(t, s, ended.ID))
@@ -220,7 +219,7 @@ func testSealIsFinal(t *testing.T, s lifecycle.Store) {
 
 // testSealAgainstAppend: whatever an appender is told is true, although the
 // record is being sealed meanwhile.
-func testSealAgainstAppend(t *testing.T, s lifecycle.Store) {
+func testSealAgainstAppend(t *testing.T, s Store) {
 	for range 10 {
 		at := Moved(t, s, Created(t, s), session.Ending)
 		signer := audit.GenerateSigner()
@@ -228,10 +227,10 @@ func testSealAgainstAppend(t *testing.T, s lifecycle.Store) {
 		end.State, end.EndedAt = session.Ended, time.Now()
 		errs := parallel(20, func(i int) error {
 			if i == 7 {
-				_, err := s.Seal(context.Background(), end, SignWith(signer, end), Entry(audit.SessionEnded))
+				_, err := s.Seal(context.Background(), end.Fence(), end, SignWith(signer, end), Entry(audit.SessionEnded))
 				return err
 			}
-			return s.Append(context.Background(), at.ID, Entry(audit.StepDone))
+			return Append(context.Background(), s, at, Entry(audit.StepDone))
 		})
 		acknowledged := uint64(0)
 		for i, err := range errs {
@@ -250,36 +249,40 @@ func testSealAgainstAppend(t *testing.T, s lifecycle.Store) {
 	}
 }
 
-func testSealNamesLostIntents(t *testing.T, s lifecycle.Store) {
+func testSealNamesLostIntents(t *testing.T, s Store) {
 	at := Moved(t, s, Created(t, s), session.Running)
-	ref := func(a audit.Action, ref string) audit.Entry {
-		e := Entry(a)
-		e.Ref = ref
-		return e
-	}
-	err := s.Append(t.Context(), at.ID,
-		ref(audit.CommandIntent, "done"), ref(audit.CommandStarted, "done"), ref(audit.CommandEnded, "done"),
-		ref(audit.CommandIntent, "lost"), ref(audit.CommandStarted, "lost"),
-		ref(audit.FileWriteIntent, "lost too"),
-		ref(audit.StepIntent, "seal"))
+	// Events 3 to 9.
+	err := Append(t.Context(), s, at,
+		Entry(audit.CommandIntent), Entry(audit.CommandStarted), Concluding(audit.CommandEnded, 3),
+		Entry(audit.CommandIntent), Entry(audit.CommandStarted),
+		Entry(audit.FileWriteIntent),
+		Entry(audit.StepIntent))
 	if err != nil {
 		t.Fatal(err)
 	}
 	at = Moved(t, s, at, session.Ending)
 	signer := audit.GenerateSigner()
 	at.State, at.EndedAt = session.Ended, time.Now()
-	if _, err := s.Seal(t.Context(), at, SignWith(signer, at), ref(audit.StepDone, "seal"), Entry(audit.SessionEnded)); err != nil {
+	if _, err := s.Seal(t.Context(), at.Fence(), at, SignWith(signer, at), Concluding(audit.StepDone, 9), Entry(audit.SessionEnded)); err != nil {
 		t.Fatal(err)
 	}
 	r := Verify(t, s, at.ID, signer.Public())
 	if r.Counts[audit.IntentLost] != 2 {
 		t.Errorf("%d intents recorded as lost, want 2", r.Counts[audit.IntentLost])
 	}
+	var concluded []uint64
+	if err := s.Events(t.Context(), at.ID, 9, 0, func(e audit.Stored) error {
+		concluded = append(concluded, e.Event.Concludes)
+		return nil
+	}); err != nil {
+		t.Fatal(err)
+	}
+	same(t, "what the last events conclude", []uint64{0, 9, 6, 8, 0}, concluded)
 	all := actions(t, s, at.ID)
 	same(t, "the end of the record", []audit.Action{audit.StepDone, audit.IntentLost, audit.IntentLost, audit.SessionEnded}, all[len(all)-4:])
 }
 
-func testSealRefuses(t *testing.T, s lifecycle.Store) {
+func testSealRefuses(t *testing.T, s Store) {
 	running := Moved(t, s, Created(t, s), session.Running)
 	ending := Moved(t, s, Created(t, s), session.Ending)
 	for _, c := range []struct {
@@ -303,7 +306,7 @@ func testSealRefuses(t *testing.T, s lifecycle.Store) {
 		if c.change != nil {
 			c.change(&n)
 		}
-		_, err := s.Seal(t.Context(), n, SignWith(audit.GenerateSigner(), n), c.entries...)
+		_, err := s.Seal(t.Context(), n.Fence(), n, SignWith(audit.GenerateSigner(), n), c.entries...)
 		wantKind(t, c.what, err, c.want)
 	}
 	same(t, "running", running, get(t, s, running.ID))
@@ -311,7 +314,7 @@ func testSealRefuses(t *testing.T, s lifecycle.Store) {
 	Verify(t, s, ending.ID)
 }
 
-func testHostileText(t *testing.T, s lifecycle.Store) {
+func testHostileText(t *testing.T, s Store) {
 	at := Created(t, s)
 	long := strings.Repeat("A", 10<<20)
 	texts := []string{long, "a\x00b", "\xff\xfe broken", "two\nlines\r\n", "\x1b[31mred\x1b[0m\x07", "\u202eevil\u2066", "\u009b2J", `"}{"v":1}`, "'; DROP TABLE event; --"}
@@ -321,7 +324,7 @@ func testHostileText(t *testing.T, s lifecycle.Store) {
 			Actor:   session.Principal{Subject: text, OnBehalfOf: text, Trigger: text},
 			Payload: map[string]any{"argv": []string{text, "x"}},
 		}
-		if err := s.Append(t.Context(), at.ID, e); err != nil {
+		if err := Append(t.Context(), s, at, e); err != nil {
 			t.Errorf("%.20q: %v", text, err)
 		}
 	}
@@ -340,27 +343,27 @@ func testHostileText(t *testing.T, s lifecycle.Store) {
 	Verify(t, s, at.ID, key)
 }
 
-func testUnknown(t *testing.T, s lifecycle.Store) {
+func testUnknown(t *testing.T, s Store) {
 	n := New()
 	_, err := s.Get(t.Context(), n.ID)
 	wantKind(t, "Get", err, kind.NotFound)
 	_, err = s.SealOf(t.Context(), n.ID)
 	wantKind(t, "SealOf", err, kind.NotFound)
 	wantKind(t, "Events", s.Events(t.Context(), n.ID, 0, 0, func(audit.Stored) error { return nil }), kind.NotFound)
-	wantKind(t, "Append", s.Append(t.Context(), n.ID, Entry(audit.StepDone)), kind.NotFound)
+	wantKind(t, "Append", Append(t.Context(), s, n, Entry(audit.StepDone)), kind.NotFound)
 	n.Version = 1
-	_, err = s.Transition(t.Context(), n, Entry(audit.StepDone))
+	_, err = Transition(t.Context(), s, n, Entry(audit.StepDone))
 	wantKind(t, "Transition", err, kind.NotFound)
 }
 
-func testCanceled(t *testing.T, s lifecycle.Store) {
+func testCanceled(t *testing.T, s Store) {
 	at := Created(t, s)
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
 	// Written or not, the answer is true.
 	before := Verify(t, s, at.ID).Events
 	for range 20 {
-		if err := s.Append(ctx, at.ID, Entry(audit.StepDone)); err == nil {
+		if err := Append(ctx, s, at, Entry(audit.StepDone)); err == nil {
 			before++
 		} else {
 			wantKind(t, "append", err, kind.Unavailable)

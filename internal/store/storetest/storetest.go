@@ -1,5 +1,3 @@
-// Package storetest is the contract of lifecycle.Store as tests. Every store
-// runs all of it.
 package storetest
 
 import (
@@ -7,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -15,16 +14,16 @@ import (
 
 	"bivy/internal/audit"
 	"bivy/internal/kind"
-	"bivy/internal/lifecycle"
 	"bivy/internal/session"
 )
 
-// Run holds the store that open returns to the contract. open is called once
-// for each subtest and returns an empty store, closed by t.Cleanup.
-func Run(t *testing.T, open func(t *testing.T) lifecycle.Store) {
+// Run holds a store to the contract. start is called once for each subtest with
+// an empty place for data; each call of the function that it returns opens a
+// further handle on the same data, closed by t.Cleanup.
+func Run(t *testing.T, start func(t *testing.T) (open func() Store)) {
 	for _, c := range []struct {
 		name string
-		test func(*testing.T, lifecycle.Store)
+		test func(*testing.T, Store)
 	}{
 		{"Create", testCreate},
 		{"CreateRefuses", testCreateRefuses},
@@ -54,10 +53,40 @@ func Run(t *testing.T, open func(t *testing.T) lifecycle.Store) {
 		{"HostileText", testHostileText},
 		{"Unknown", testUnknown},
 		{"CanceledContext", testCanceled},
+		{"Fence", testFence},
+		{"FenceMoves", testFenceMoves},
+		{"Sequence", testSequence},
+		{"Concludes", testConcludes},
+		{"Boot", testBoot},
+		{"LivePerNode", testLivePerNode},
+		{"Addenda", testAddenda},
+		{"AddendaRefuses", testAddendaRefuses},
+		{"System", testSystem},
+		{"SystemRefuses", testSystemRefuses},
+		{"SystemNamesLostIntents", testSystemLostIntents},
+		{"Heads", testHeads},
+		{"HeadsOfNodes", testHeadsOfNodes},
 	} {
-		t.Run(c.name, func(t *testing.T) { c.test(t, open(t)) })
+		t.Run(c.name, func(t *testing.T) { c.test(t, start(t)()) })
+	}
+	for _, c := range []struct {
+		name string
+		test func(t *testing.T, a, b Store)
+	}{
+		{"TwoHandles", testTwoHandles},
+		{"TwoHandlesStaleWriter", testStaleWriter},
+		{"TwoHandlesFollow", testFollow},
+		{"TwoHandlesParallel", testTwoHandlesParallel},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			open := start(t)
+			c.test(t, open(), open())
+		})
 	}
 }
+
+// Node is the node of the sessions that New returns.
+const Node session.NodeID = "node-1"
 
 // New returns a session as a create would make it.
 func New() session.Session {
@@ -73,7 +102,7 @@ func New() session.Session {
 		Spec:       spec,
 		SpecDigest: digest,
 		Owner:      session.Principal{Subject: "key:0badcafe"},
-		Node:       "node-1",
+		Node:       Node,
 		CreatedAt:  now,
 		Deadline:   now.Add(5 * time.Minute),
 	}
@@ -89,9 +118,9 @@ func Entry(a audit.Action) audit.Entry {
 }
 
 // Created returns a new session that is in the store.
-func Created(t testing.TB, s lifecycle.Store) session.Session {
+func Created(t testing.TB, s Store) session.Session {
 	t.Helper()
-	made, existed, err := s.Create(t.Context(), New(), lifecycle.IdempotencyKey{}, Entry(audit.SessionCreated))
+	made, existed, err := s.Create(t.Context(), New(), session.IdempotencyKey{}, Entry(audit.SessionCreated))
 	if err != nil || existed {
 		t.Fatalf("create: existed=%v err=%v", existed, err)
 	}
@@ -99,14 +128,14 @@ func Created(t testing.TB, s lifecycle.Store) session.Session {
 }
 
 // Moved returns s after a transition to state.
-func Moved(t testing.TB, store lifecycle.Store, s session.Session, state session.State) session.Session {
+func Moved(t testing.TB, store Store, s session.Session, state session.State) session.Session {
 	t.Helper()
 	s.State = state
 	action := audit.SessionRunning
 	if state == session.Ending {
 		s.Reason, action = session.Requested, audit.SessionEnding
 	}
-	moved, err := store.Transition(t.Context(), s, Entry(action))
+	moved, err := Transition(t.Context(), store, s, Entry(action))
 	if err != nil {
 		t.Fatalf("to %s: %v", state, err)
 	}
@@ -115,57 +144,115 @@ func Moved(t testing.TB, store lifecycle.Store, s session.Session, state session
 
 // Sealed ends s, from any state that can end, and returns it and what verifies
 // its record.
-func Sealed(t testing.TB, store lifecycle.Store, s session.Session) (session.Session, audit.PublicKey) {
+func Sealed(t testing.TB, store Store, s session.Session) (session.Session, audit.PublicKey) {
 	t.Helper()
 	if s.State != session.Ending {
 		s = Moved(t, store, s, session.Ending)
 	}
 	signer := audit.GenerateSigner()
 	s.State, s.EndedAt = session.Ended, time.Now()
-	ended, err := store.Seal(t.Context(), s, SignWith(signer, s), Entry(audit.SessionEnded))
+	ended, err := store.Seal(t.Context(), s.Fence(), s, SignWith(signer, s), Entry(audit.SessionEnded))
 	if err != nil {
 		t.Fatalf("seal: %v", err)
 	}
 	return ended, signer.Public()
 }
 
-// SignWith returns the sign function of a close-out of s.
-func SignWith(signer *audit.Signer, s session.Session) func(audit.Head) (audit.Seal, error) {
-	return func(h audit.Head) (audit.Seal, error) {
-		return signer.Seal(h, audit.Closeout{
+// Append appends to the record of a session, under the fence of at.
+func Append(ctx context.Context, store Store, at session.Session, entries ...audit.Entry) error {
+	_, err := store.Append(ctx, at.ID, at.Fence(), entries...)
+	return err
+}
+
+// Transition replaces the session by next, under the fence of next.
+func Transition(ctx context.Context, store Store, next session.Session, entries ...audit.Entry) (session.Session, error) {
+	stored, _, err := store.Transition(ctx, next.Fence(), next, entries...)
+	return stored, err
+}
+
+// Concluding returns the entry that concludes intent seq.
+func Concluding(a audit.Action, seq uint64) audit.Entry {
+	e := Entry(a)
+	e.Concludes = seq
+	return e
+}
+
+// SignWith returns the sign function of a closeout of s.
+func SignWith(signer *audit.Signer, s session.Session) func(audit.Head, audit.Heads) (audit.Seal, error) {
+	return func(h audit.Head, before audit.Heads) (audit.Seal, error) {
+		return signer.Seal(h, before, audit.Closeout{
 			Session: s.ID, Owner: s.Owner, Reason: s.Reason, CreatedAt: s.CreatedAt, EndedAt: s.EndedAt,
 			SealedAt: time.Now(), Residuals: s.Residuals,
 		})
 	}
 }
 
-// Verify exports the record of id and verifies it; without keys as one that is
-// still open.
-func Verify(t testing.TB, store lifecycle.Store, id session.ID, keys ...audit.PublicKey) audit.Report {
+// Verify exports the record of id with its addenda and verifies it; without
+// keys as one that is still open.
+func Verify(t testing.TB, store Store, id session.ID, keys ...audit.PublicKey) audit.Report {
 	t.Helper()
-	var seal *audit.Seal
-	if len(keys) > 0 {
-		s, err := store.SealOf(t.Context(), id)
-		if err != nil {
-			t.Fatalf("seal of %s: %v", id, err)
-		}
-		seal = &s
-	}
-	var out bytes.Buffer
-	err := audit.Export(&out, id, func(yield func(audit.Stored) error) error {
-		return store.Events(t.Context(), id, 0, 0, yield)
-	}, seal)
-	if err != nil {
-		t.Fatal(err)
-	}
-	report, err := audit.Verify(&out, keys, audit.VerifyOptions{Session: id, AllowOpen: len(keys) == 0})
+	report, err := audit.Verify(bytes.NewReader(Export(t, store, id)), keys, audit.VerifyOptions{Session: id, AllowOpen: len(keys) == 0})
 	if err != nil {
 		t.Fatalf("verify %s: %v", id, err)
 	}
 	return report
 }
 
-func get(t testing.TB, s lifecycle.Store, id session.ID) session.Session {
+// Export exports all that the store has of a session's record.
+func Export(t testing.TB, store Store, id session.ID) []byte {
+	t.Helper()
+	x := audit.SessionExport{Session: id, Events: func(yield func(audit.Stored) error) error {
+		return store.Events(t.Context(), id, 0, 0, yield)
+	}}
+	seal, err := store.SealOf(t.Context(), id)
+	if err == nil {
+		x.Seal = &seal
+	} else if !kind.Is(err, kind.NotFound) {
+		t.Fatalf("seal of %s: %v", id, err)
+	}
+	head, err := store.AddendaSeal(t.Context(), id)
+	if err == nil {
+		x.AddendaSeal = &head
+		x.Addenda = func(yield func(audit.Stored) error) error { return store.Addenda(t.Context(), id, 0, yield) }
+	} else if !kind.Is(err, kind.NotFound) {
+		t.Fatalf("head of the addenda of %s: %v", id, err)
+	}
+	var out bytes.Buffer
+	if err := audit.Export(&out, x); err != nil {
+		t.Fatal(err)
+	}
+	return out.Bytes()
+}
+
+// ExportSystem exports all that the store has of the system record of a node.
+func ExportSystem(t testing.TB, store Store, node session.NodeID) []byte {
+	t.Helper()
+	segments, err := store.Segments(t.Context(), node)
+	if err != nil {
+		t.Fatal(err)
+	}
+	x := audit.SystemExport{Node: node}
+	for _, g := range segments {
+		one := audit.SegmentExport{Events: func(yield func(audit.Stored) error) error {
+			return store.SegmentEvents(t.Context(), node, g.Number, 0, 0, yield)
+		}}
+		if !g.Sealed.IsZero() {
+			seal, err := store.SegmentSeal(t.Context(), node, g.Number)
+			if err != nil {
+				t.Fatal(err)
+			}
+			one.Seal = &seal
+		}
+		x.Segments = append(x.Segments, one)
+	}
+	var out bytes.Buffer
+	if err := audit.ExportSystem(&out, x); err != nil {
+		t.Fatal(err)
+	}
+	return out.Bytes()
+}
+
+func get(t testing.TB, s Store, id session.ID) session.Session {
 	t.Helper()
 	got, err := s.Get(t.Context(), id)
 	if err != nil {
@@ -174,7 +261,7 @@ func get(t testing.TB, s lifecycle.Store, id session.ID) session.Session {
 	return got
 }
 
-func actions(t testing.TB, s lifecycle.Store, id session.ID) []audit.Action {
+func actions(t testing.TB, s Store, id session.ID) []audit.Action {
 	t.Helper()
 	var all []audit.Action
 	err := s.Events(t.Context(), id, 0, 0, func(e audit.Stored) error {
@@ -217,9 +304,9 @@ func parallel(n int, f func(i int) error) []error {
 	return errs
 }
 
-func testCreate(t *testing.T, s lifecycle.Store) {
+func testCreate(t *testing.T, s Store) {
 	want := New()
-	made, existed, err := s.Create(t.Context(), want, lifecycle.IdempotencyKey{}, Entry(audit.SessionCreated), Entry(audit.StepIntent))
+	made, existed, err := s.Create(t.Context(), want, session.IdempotencyKey{}, Entry(audit.SessionCreated), Entry(audit.StepIntent))
 	if err != nil || existed {
 		t.Fatalf("existed=%v err=%v", existed, err)
 	}
@@ -236,12 +323,12 @@ func testCreate(t *testing.T, s lifecycle.Store) {
 	}
 }
 
-func testCreateRefuses(t *testing.T, s lifecycle.Store) {
+func testCreateRefuses(t *testing.T, s Store) {
 	there := Created(t, s)
 	for _, c := range []struct {
 		what    string
 		change  func(*session.Session)
-		key     lifecycle.IdempotencyKey
+		key     session.IdempotencyKey
 		entries []audit.Entry
 		want    kind.Kind
 	}{
@@ -252,7 +339,7 @@ func testCreateRefuses(t *testing.T, s lifecycle.Store) {
 		{what: "no event", want: kind.Invalid},
 		{what: "another first event", entries: []audit.Entry{Entry(audit.SessionRunning)}, want: kind.Conflict},
 		{what: "a record opened twice", entries: []audit.Entry{Entry(audit.SessionCreated), Entry(audit.SessionCreated)}, want: kind.Conflict},
-		{what: "a long idempotency key", key: lifecycle.IdempotencyKey{Key: string(make([]byte, 256))}, entries: []audit.Entry{Entry(audit.SessionCreated)}, want: kind.Invalid},
+		{what: "a long idempotency key", key: session.IdempotencyKey{Key: string(make([]byte, 256))}, entries: []audit.Entry{Entry(audit.SessionCreated)}, want: kind.Invalid},
 	} {
 		n := New()
 		if c.change != nil {
@@ -271,13 +358,13 @@ func testCreateRefuses(t *testing.T, s lifecycle.Store) {
 	}
 }
 
-func testTransition(t *testing.T, s lifecycle.Store) {
+func testTransition(t *testing.T, s Store) {
 	made := Created(t, s)
 	want := made
 	want.State, want.StartedAt, want.Generation, want.Template = session.Running, time.Now(), 1, "sha256:abc"
-	got, err := s.Transition(t.Context(), want, Entry(audit.SessionRunning), Entry(audit.StepIntent))
-	if err != nil {
-		t.Fatal(err)
+	got, first, err := s.Transition(t.Context(), made.Fence(), want, Entry(audit.SessionRunning), Entry(audit.StepIntent))
+	if err != nil || first != 2 {
+		t.Fatalf("first event %d, %v; want 2", first, err)
 	}
 	if got.Version != 2 || got.State != session.Running || got.Template != "sha256:abc" {
 		t.Errorf("got %+v", got)
@@ -286,7 +373,7 @@ func testTransition(t *testing.T, s lifecycle.Store) {
 
 	// A state may become itself: a fact beside it changed.
 	got.Deadline = got.Deadline.Add(time.Hour)
-	again, err := s.Transition(t.Context(), got, Entry(audit.StepDone))
+	again, err := Transition(t.Context(), s, got, Concluding(audit.StepDone, 3))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -312,7 +399,7 @@ func paths() map[session.State][]session.State {
 	}
 }
 
-func testTransitionRule(t *testing.T, s lifecycle.Store) {
+func testTransitionRule(t *testing.T, s Store) {
 	for from, path := range paths() {
 		for _, to := range session.States() {
 			at := Created(t, s)
@@ -321,7 +408,7 @@ func testTransitionRule(t *testing.T, s lifecycle.Store) {
 			}
 			next := at
 			next.State, next.Reason = to, session.Requested
-			got, err := s.Transition(t.Context(), next, Entry(audit.StepDone))
+			got, err := Transition(t.Context(), s, next, Entry(audit.StepDone))
 			if to == session.Ended || !from.CanBecome(to) {
 				wantKind(t, fmt.Sprintf("%s to %s", from, to), err, kind.Conflict)
 				same(t, "after a refusal", at, get(t, s, at.ID))
@@ -332,26 +419,26 @@ func testTransitionRule(t *testing.T, s lifecycle.Store) {
 			}
 		}
 	}
-	// Whoever ends says why.
+	// An end has a reason.
 	at := Created(t, s)
 	at.State = session.Ending
-	_, err := s.Transition(t.Context(), at, Entry(audit.SessionEnding))
+	_, err := Transition(t.Context(), s, at, Entry(audit.SessionEnding))
 	wantKind(t, "ending without a reason", err, kind.Invalid)
 	at.State = "strange"
-	_, err = s.Transition(t.Context(), at, Entry(audit.SessionEnding))
+	_, err = Transition(t.Context(), s, at, Entry(audit.SessionEnding))
 	wantKind(t, "a state that is none", err, kind.Invalid)
 	at.State = session.Running
-	_, err = s.Transition(t.Context(), at)
+	_, err = Transition(t.Context(), s, at)
 	wantKind(t, "a transition without an event", err, kind.Invalid)
 }
 
-func testCompareAndSwap(t *testing.T, s lifecycle.Store) {
+func testCompareAndSwap(t *testing.T, s Store) {
 	old := Created(t, s)
 	now := Moved(t, s, old, session.Running)
 	for _, version := range []int64{old.Version, 0, -1, now.Version + 1} {
 		stale := now
 		stale.Version = version
-		_, err := s.Transition(t.Context(), stale, Entry(audit.StepDone))
+		_, err := Transition(t.Context(), s, stale, Entry(audit.StepDone))
 		wantKind(t, fmt.Sprintf("version %d", version), err, kind.Conflict)
 	}
 	same(t, "after refusals", now, get(t, s, now.ID))
@@ -360,14 +447,14 @@ func testCompareAndSwap(t *testing.T, s lifecycle.Store) {
 	}
 }
 
-func testOneWinner(t *testing.T, s lifecycle.Store) {
+func testOneWinner(t *testing.T, s Store) {
 	at := Moved(t, s, Created(t, s), session.Running)
 	for round := range 10 {
 		won := 0
 		for i, err := range parallel(20, func(i int) error {
 			next := at
 			next.Detail = fmt.Sprintf("writer %d of round %d", i, round)
-			_, err := s.Transition(context.Background(), next, Entry(audit.StepDone))
+			_, err := Transition(context.Background(), s, next, Entry(audit.StepDone))
 			return err
 		}) {
 			if err == nil {
@@ -389,7 +476,7 @@ func testOneWinner(t *testing.T, s lifecycle.Store) {
 	}
 }
 
-func testFixed(t *testing.T, s lifecycle.Store) {
+func testFixed(t *testing.T, s Store) {
 	at := Created(t, s)
 	for what, change := range map[string]func(*session.Session){
 		"spec":        func(n *session.Session) { n.Spec.Hostname = "other" },
@@ -402,20 +489,20 @@ func testFixed(t *testing.T, s lifecycle.Store) {
 		next := at
 		change(&next)
 		next.State = session.Running
-		_, err := s.Transition(t.Context(), next, Entry(audit.SessionRunning))
+		_, err := Transition(t.Context(), s, next, Entry(audit.SessionRunning))
 		wantKind(t, "another "+what, err, kind.Invalid)
 	}
 	same(t, "after refusals", at, get(t, s, at.ID))
 }
 
-func testContiguous(t *testing.T, s lifecycle.Store) {
+func testContiguous(t *testing.T, s Store) {
 	const writers, each = 50, 20
-	ids := []session.ID{Created(t, s).ID, Created(t, s).ID, Created(t, s).ID}
+	all := []session.Session{Created(t, s), Created(t, s), Created(t, s)}
 	for i, err := range parallel(writers, func(w int) error {
 		for i := range each {
 			e := Entry(audit.CommandStarted)
 			e.Payload = map[string]any{"writer": w, "i": i}
-			if err := s.Append(context.Background(), ids[w%len(ids)], e, Entry(audit.CommandEnded)); err != nil {
+			if err := Append(context.Background(), s, all[w%len(all)], e, Entry(audit.CommandEnded)); err != nil {
 				return err
 			}
 		}
@@ -426,7 +513,8 @@ func testContiguous(t *testing.T, s lifecycle.Store) {
 		}
 	}
 	var total uint64
-	for _, id := range ids {
+	for _, one := range all {
+		id := one.ID
 		total += Verify(t, s, id).Events
 		// The events of one Append stand together.
 		for i, a := range actions(t, s, id)[1:] {
@@ -435,14 +523,13 @@ func testContiguous(t *testing.T, s lifecycle.Store) {
 			}
 		}
 	}
-	if want := uint64(writers*each*2 + len(ids)); total != want {
+	if want := uint64(writers*each*2 + len(all)); total != want {
 		t.Errorf("%d events, want %d", total, want)
 	}
 }
 
-func testAppendRefuses(t *testing.T, s lifecycle.Store) {
+func testAppendRefuses(t *testing.T, s Store) {
 	at := Created(t, s)
-	other := session.NewID()
 	for what, c := range map[string]struct {
 		entries []audit.Entry
 		want    kind.Kind
@@ -455,33 +542,36 @@ func testAppendRefuses(t *testing.T, s lifecycle.Store) {
 		"no actor":                  {[]audit.Entry{{Action: audit.StepDone, Outcome: audit.OK}}, kind.Invalid},
 		"an intent without ref":     {[]audit.Entry{{Action: audit.StepIntent, Outcome: audit.Pending, Actor: at.Owner}}, kind.Invalid},
 		"an intent that is done":    {[]audit.Entry{{Action: audit.StepIntent, Outcome: audit.OK, Actor: at.Owner, Ref: "x"}}, kind.Invalid},
-		"somebody else's sandbox":   {[]audit.Entry{{Action: audit.StepDone, Outcome: audit.OK, Actor: at.Owner, Sandbox: other.Sandbox(1)}}, kind.Invalid},
+		"an object with a newline":  {[]audit.Entry{{Action: audit.StepDone, Outcome: audit.OK, Actor: at.Owner, Object: "a\nb"}}, kind.Invalid},
+		"a long object":             {[]audit.Entry{{Action: audit.StepDone, Outcome: audit.OK, Actor: at.Owner, Object: strings.Repeat("x", 129)}}, kind.Invalid},
+		"no trace id":               {[]audit.Entry{{Action: audit.StepDone, Outcome: audit.OK, Actor: at.Owner, Trace: "x"}}, kind.Invalid},
+		"no verdict":                {[]audit.Entry{{Action: audit.StepDone, Outcome: audit.OK, Actor: at.Owner, Decision: audit.Decision{Verdict: "perhaps"}}}, kind.Invalid},
+		"the end of nothing":        {[]audit.Entry{Concluding(audit.StepDone, 9)}, kind.Invalid},
 		"a payload that is no JSON": {[]audit.Entry{{Action: audit.StepDone, Outcome: audit.OK, Actor: at.Owner, Payload: make(chan int)}}, kind.Invalid},
 		"a bad one after a good":    {[]audit.Entry{Entry(audit.StepDone), {Action: "x"}}, kind.Invalid},
 	} {
-		wantKind(t, what, s.Append(t.Context(), at.ID, c.entries...), c.want)
+		wantKind(t, what, Append(t.Context(), s, at, c.entries...), c.want)
 	}
 	same(t, "record", []audit.Action{audit.SessionCreated}, actions(t, s, at.ID))
 	same(t, "session", at, get(t, s, at.ID))
 }
 
-func testFailureWritesNothing(t *testing.T, s lifecycle.Store) {
+func testFailureWritesNothing(t *testing.T, s Store) {
 	at := Created(t, s)
 	next := at
 	next.State = session.Running
-	bad := Entry(audit.StepDone)
-	bad.Sandbox = session.NewID().Sandbox(1) // refused only when it is chained
-	_, err := s.Transition(t.Context(), next, Entry(audit.SessionRunning), bad)
+	bad := Concluding(audit.StepDone, 99) // refused only when it is chained
+	_, err := Transition(t.Context(), s, next, Entry(audit.SessionRunning), bad)
 	wantKind(t, "transition", err, kind.Invalid)
 	same(t, "session", at, get(t, s, at.ID))
 	same(t, "record", []audit.Action{audit.SessionCreated}, actions(t, s, at.ID))
 
 	fresh := New()
-	_, _, err = s.Create(t.Context(), fresh, lifecycle.IdempotencyKey{Key: "k", Digest: "d"}, Entry(audit.SessionCreated), bad)
+	_, _, err = s.Create(t.Context(), fresh, session.IdempotencyKey{Key: "k", Digest: "d"}, Entry(audit.SessionCreated), bad)
 	wantKind(t, "create", err, kind.Invalid)
 	_, err = s.Get(t.Context(), fresh.ID)
 	wantKind(t, "after create", err, kind.NotFound)
-	if _, existed, err := s.Create(t.Context(), fresh, lifecycle.IdempotencyKey{Key: "k", Digest: "other"}, Entry(audit.SessionCreated)); err != nil || existed {
+	if _, existed, err := s.Create(t.Context(), fresh, session.IdempotencyKey{Key: "k", Digest: "other"}, Entry(audit.SessionCreated)); err != nil || existed {
 		t.Errorf("the key of a failed create: existed=%v err=%v", existed, err)
 	}
 	// The next one follows on what is there, not on what failed.
@@ -490,15 +580,14 @@ func testFailureWritesNothing(t *testing.T, s lifecycle.Store) {
 }
 
 // testFailureIsAlone: requests that are written together fail one by one.
-func testFailureIsAlone(t *testing.T, s lifecycle.Store) {
+func testFailureIsAlone(t *testing.T, s Store) {
 	at := Created(t, s)
-	bad := Entry(audit.StepDone)
-	bad.Sandbox = session.NewID().Sandbox(1)
+	bad := Concluding(audit.StepDone, 99)
 	for i, err := range parallel(64, func(i int) error {
 		if i%2 == 0 {
-			return s.Append(context.Background(), at.ID, Entry(audit.CommandStarted), bad)
+			return Append(context.Background(), s, at, Entry(audit.CommandStarted), bad)
 		}
-		return s.Append(context.Background(), at.ID, Entry(audit.StepDone))
+		return Append(context.Background(), s, at, Entry(audit.StepDone))
 	}) {
 		if i%2 == 0 {
 			wantKind(t, "the bad one", err, kind.Invalid)
@@ -512,25 +601,25 @@ func testFailureIsAlone(t *testing.T, s lifecycle.Store) {
 
 var errStop = errors.New("enough")
 
-func testEvents(t *testing.T, s lifecycle.Store) {
+func testEvents(t *testing.T, s Store) {
 	at := Created(t, s)
 	const n = 200 // more than any store reads at once
 	for i := range n {
 		e := Entry(audit.FileRead)
 		e.Payload = map[string]any{"i": i}
-		if err := s.Append(t.Context(), at.ID, e); err != nil {
+		if err := Append(t.Context(), s, at, e); err != nil {
 			t.Fatal(err)
 		}
 	}
 	for _, c := range []struct{ after, limit, first, count uint64 }{
 		{0, 0, 1, n + 1}, {0, 1, 1, 1}, {0, 64, 1, 64}, {0, 65, 1, 65}, {100, 0, 101, n - 99}, {100, 7, 101, 7},
-		{n, 0, n + 1, 1}, {n + 1, 0, 0, 0}, {n + 100, 5, 0, 0}, {0, 10000, 1, n + 1}, {1 << 62, 0, 0, 0},
+		{n, 0, n + 1, 1}, {n + 1, 0, 0, 0}, {n + 100, 5, 0, 0}, {0, 10000, 1, n + 1}, {1 << 62, 0, 0, 0}, {1<<64 - 1, 0, 0, 0},
 	} {
 		want := c.first
 		var count uint64
 		err := s.Events(t.Context(), at.ID, c.after, int(c.limit), func(e audit.Stored) error {
-			if e.Event.Seq != want || e.Event.Session != at.ID {
-				t.Errorf("after %d: event %d of %s, want %d", c.after, e.Event.Seq, e.Event.Session, want)
+			if e.Event.Seq != want || e.Event.Record != audit.SessionRecord(at.ID) {
+				t.Errorf("after %d: event %d of %s, want %d", c.after, e.Event.Seq, e.Event.Record, want)
 			}
 			want++
 			count++
@@ -542,10 +631,10 @@ func testEvents(t *testing.T, s lifecycle.Store) {
 	}
 }
 
-func testEventsStop(t *testing.T, s lifecycle.Store) {
+func testEventsStop(t *testing.T, s Store) {
 	at := Created(t, s)
 	for range 3 {
-		if err := s.Append(t.Context(), at.ID, Entry(audit.StepDone)); err != nil {
+		if err := Append(t.Context(), s, at, Entry(audit.StepDone)); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -555,16 +644,16 @@ func testEventsStop(t *testing.T, s lifecycle.Store) {
 			return errStop
 		}
 		// The reader may write meanwhile: it holds nothing that a writer needs.
-		return s.Append(t.Context(), at.ID, Entry(audit.StepDone))
+		return Append(t.Context(), s, at, Entry(audit.StepDone))
 	})
 	if !errors.Is(err, errStop) || calls != 2 {
 		t.Errorf("got %v after %d calls", err, calls)
 	}
 }
 
-func testIdempotency(t *testing.T, s lifecycle.Store) {
-	key := lifecycle.IdempotencyKey{Scope: "0badcafe", Key: "first", Digest: "sha256:1"}
-	create := func(key lifecycle.IdempotencyKey) (session.Session, bool, error) {
+func testIdempotency(t *testing.T, s Store) {
+	key := session.IdempotencyKey{Scope: "0badcafe", Key: "first", Digest: "sha256:1"}
+	create := func(key session.IdempotencyKey) (session.Session, bool, error) {
 		return s.Create(t.Context(), New(), key, Entry(audit.SessionCreated))
 	}
 	first, existed, err := create(key)
@@ -592,7 +681,7 @@ func testIdempotency(t *testing.T, s lifecycle.Store) {
 		t.Errorf("the key in another scope: existed=%v err=%v", existed, err)
 	}
 	for range 2 {
-		if _, existed, err := create(lifecycle.IdempotencyKey{Scope: "0badcafe", Digest: "sha256:1"}); err != nil || existed {
+		if _, existed, err := create(session.IdempotencyKey{Scope: "0badcafe", Digest: "sha256:1"}); err != nil || existed {
 			t.Errorf("no key: existed=%v err=%v", existed, err)
 		}
 	}
@@ -601,12 +690,12 @@ func testIdempotency(t *testing.T, s lifecycle.Store) {
 	}
 }
 
-func testIdempotencyParallel(t *testing.T, s lifecycle.Store) {
+func testIdempotencyParallel(t *testing.T, s Store) {
 	var mu sync.Mutex
 	ids := map[session.ID]int{}
 	made := 0
 	for _, err := range parallel(50, func(int) error {
-		got, existed, err := s.Create(context.Background(), New(), lifecycle.IdempotencyKey{Scope: "a", Key: "k", Digest: "d"}, Entry(audit.SessionCreated))
+		got, existed, err := s.Create(context.Background(), New(), session.IdempotencyKey{Scope: "a", Key: "k", Digest: "d"}, Entry(audit.SessionCreated))
 		mu.Lock()
 		defer mu.Unlock()
 		ids[got.ID]++
@@ -622,7 +711,7 @@ func testIdempotencyParallel(t *testing.T, s lifecycle.Store) {
 	if len(ids) != 1 || made != 1 {
 		t.Errorf("%d sessions and %d creates that made one, want 1 and 1", len(ids), made)
 	}
-	live, err := s.Live(t.Context())
+	live, err := s.Live(t.Context(), Node)
 	if err != nil || len(live) != 1 {
 		t.Errorf("%d live sessions, %v", len(live), err)
 	}

@@ -1,7 +1,3 @@
-// Package source reads the file trees that images are made from: OCI images
-// from registries, archives and layouts, tar files and directories. Every
-// input is taken as hostile: it is bounded by tree.Limits, checked against its
-// digests where it has them, and merged in memory by name only.
 package source
 
 import (

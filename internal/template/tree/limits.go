@@ -63,8 +63,8 @@ func (l Limits) WithDefaults() Limits {
 	return l
 }
 
-// LimitError says which limit an input broke, and where. Its text leaves the
-// layer to whoever reads the layers and wraps it.
+// LimitError says which limit an input exceeds, and where. Its text does not
+// name the layer: the reader of the layers adds that when it wraps the error.
 type LimitError struct {
 	Limit string // the name of the field of Limits, e.g. "Bytes"
 	Max   int64

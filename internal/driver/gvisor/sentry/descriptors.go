@@ -10,13 +10,13 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// closeStrangers closes every descriptor that this process was born with and
+// closeInherited closes every descriptor that this process has inherited and
 // that its command line does not name.
 //
-// Parts of gVisor make sockets that are inherited across exec, to close them
-// or to mark them a moment later. Where many sandboxes start at once in one
-// process, one that is born in that moment gets the control socket of another.
-func closeStrangers(args []string) error {
+// Parts of gVisor make sockets that are inherited across exec, and close or
+// mark them a moment later. Where many sandboxes start at once in one process,
+// a sentry that starts in that moment gets the control socket of another.
+func closeInherited(args []string) error {
 	mine, err := named(args)
 	if err != nil {
 		return err

@@ -27,7 +27,7 @@ func TestCloseStrangers(t *testing.T) {
 		}
 	}
 	args := []string{"runsc-sandbox", "--root=/x", "boot", "--pin-ring-fd=-1", fmt.Sprintf("--io-fds=%d,%d", fds[0], fds[1]), fmt.Sprintf("--controller-fd=%d", fds[2]), "id"}
-	if err := closeStrangers(args); err != nil {
+	if err := closeInherited(args); err != nil {
 		t.Fatal(err)
 	}
 	for i, want := range []bool{true, true, true, false, true, true} {

@@ -1,9 +1,3 @@
-// Package sentry is what the bivy-sentry binary runs: gVisor's boot, gofer
-// and umount commands and nothing else of runsc.
-//
-// It is a binary of its own because every sandbox executes it: Go runs the
-// package initialisers of all that is linked at each start, so SQL, HTTP and
-// the CLI stay out (gVisor's own maincli is 83 MB, this is 34).
 package sentry
 
 import (
@@ -44,7 +38,7 @@ func Main() {
 	if slices.Contains(os.Args, "boot") {
 		bootFast()
 		args, err := bootflags.Apply(os.Args)
-		if err = errors.Join(err, closeStrangers(os.Args), makeWire(), trimBounding(), useUmounter()); err != nil {
+		if err = errors.Join(err, closeInherited(os.Args), makeWire(), trimBounding(), useUmounter()); err != nil {
 			// Loudly: a guest must not run under other limits or with more
 			// privilege than it was meant to.
 			fmt.Fprintln(os.Stderr, "bivy-sentry:", err)
@@ -52,6 +46,7 @@ func Main() {
 		}
 		os.Args = args
 		spareProcessors(args)
+		serveChanges()
 	}
 	UsePrecompiled()
 	const internal = "internal use only"
@@ -87,8 +82,7 @@ func bootFast() {
 // gVisor adds them to a count of temporary processors. That begins at minus
 // the same number here, which no call can bring below zero again: sums that
 // are not positive change nothing, and the first queue of readers brings it to
-// zero, where it belongs. Until then nobody else sets GOMAXPROCS, so it is set
-// here.
+// zero. Until then nothing else sets GOMAXPROCS, so it is set here.
 func spareProcessors(args []string) {
 	n := runtime.NumCPU()
 	for _, a := range args {

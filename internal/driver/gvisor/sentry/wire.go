@@ -11,13 +11,13 @@ import (
 // makeWire makes the sandbox's wire here, in the process that lives as long as
 // the sandbox. The daemon takes both ends out by pidfd_getfd(2): the guest's to
 // hand it to the guest's network stack, the host's for itself, and again after
-// a restart. So no death of the daemon hangs up the wire, which matters twice:
-// connections from a new daemon work at once, and gVisor's reader, which would
-// spin on the end of file of a hung-up wire and never stop for a checkpoint,
+// a restart. The wire stays open when the daemon dies, which matters twice:
+// connections from a new daemon work at once, and gVisor's reader, which spins
+// on the end of file of a closed wire and then never stops for a checkpoint,
 // does not see one.
 //
-// That the sentry can read its own wire gives nothing away: what is on it is
-// what its guest sent or is about to receive.
+// The sentry can read its own wire. It learns nothing by that: what is on it
+// is what its guest sent or is about to receive.
 func makeWire() error {
 	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, 0)
 	if err != nil {

@@ -49,7 +49,7 @@ func run(out, errs *os.File) error {
 		return err
 	}
 	log := slog.New(slog.NewTextHandler(errs, nil))
-	d, err := daemon.New(ctx, daemon.Options{Config: cfg, Log: log, Version: client.Version{Version: "e2e", API: "v1"}, Hook: points.reached})
+	d, err := daemon.New(ctx, daemon.Options{Config: cfg, Log: log, Version: client.Version{Version: "e2e", API: "v1"}, FailPoint: points.reached})
 	if err != nil {
 		return err
 	}

@@ -1,0 +1,3 @@
+module bivy
+
+go 1.26
