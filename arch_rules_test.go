@@ -42,44 +42,16 @@ const (
 var (
 	longFiles   = map[string]string{} // by name
 	longFuncs   = map[string]string{} // by package and name
-	bigPackages = map[string]string{  // by package
-		"internal/lifecycle": "commands, files and the journal are still in it",
-	}
+	bigPackages = map[string]string{} // by package
 )
 
 // withoutDoc are packages of more than maxPlainFiles files that have no doc.go
 // yet.
-const withoutDoc = `
-	internal/api
-	internal/bench
-	internal/driver/gvisor
-	internal/driver/gvisor/sentry
-	internal/guest
-	internal/guest/files
-	internal/guest/proc
-	internal/guest/wire
-	internal/lifecycle
-	internal/template
-	internal/template/source
-`
+const withoutDoc = ``
 
 // bareMethods are methods of exported interfaces that have no comment yet, by
 // package, type and name.
 const bareMethods = `
-	internal/api.Commands.Attach internal/api.Commands.Commands internal/api.Commands.Start
-	internal/api.Files.ListDir internal/api.Files.MakeDir internal/api.Files.Move internal/api.Files.ReadFile internal/api.Files.Remove internal/api.Files.Stat internal/api.Files.WriteFile
-	internal/api.Keys.Authenticate internal/api.Keys.Create internal/api.Keys.List internal/api.Keys.Revoke
-	internal/api.Process.CloseStdin internal/api.Process.Resize internal/api.Process.Signal internal/api.Process.Write
-	internal/api.Records.Events internal/api.Records.Export internal/api.Records.Watch
-	internal/api.Sessions.Create internal/api.Sessions.End internal/api.Sessions.Get internal/api.Sessions.List internal/api.Sessions.SetTimeout internal/api.Sessions.Stats
-	internal/api.Templates.Build internal/api.Templates.Get internal/api.Templates.List internal/api.Templates.Remove
-	internal/driver.Pauser.Pause internal/driver.Pauser.Resume
-	internal/driver.Statter.Stats
-	internal/guest/wire.Refusal.Reason
-	internal/lifecycle.Aborter.Abort
-	internal/lifecycle.Node.Stats
-	internal/lifecycle.Store.Get
-	internal/lifecycle.Templates.Release
 	internal/template/tree.Content.Open
 `
 
@@ -90,30 +62,7 @@ const domain = "client internal/access internal/audit internal/driver internal/s
 
 // bareFields are fields of the domain that have no comment yet, by package,
 // type and name.
-const bareFields = `
-	internal/access.Caller.Principal internal/access.Caller.Role
-	internal/access.Request.Action internal/access.Request.Caller internal/access.Request.Resource
-	internal/access.Resource.Session
-	internal/audit.Decision.Verdict
-	internal/audit.Fault.Why
-	internal/audit.Head.Record
-	internal/driver.Capabilities.Export internal/driver.Capabilities.Pause internal/driver.Capabilities.Snapshot
-	internal/driver.Check.Got internal/driver.Check.OK internal/driver.Check.Want
-	internal/driver.Exit.At
-	internal/driver.Found.ID
-	internal/driver.Handle.Driver internal/driver.Handle.Sandbox internal/driver.Handle.State internal/driver.Handle.Version
-	internal/driver.Owner.Kind
-	internal/driver.Posture.Checks
-	internal/driver.StartRequest.Hostname internal/driver.StartRequest.ID internal/driver.StartRequest.Limits
-	internal/driver.Stats.MemoryPeakBytes
-	internal/sandbox.Notice.Exit internal/sandbox.Notice.ID
-	internal/sandbox.Recovered.ID internal/sandbox.Recovered.Owner
-	internal/sandbox.Spec.ID internal/sandbox.Spec.Owner internal/sandbox.Spec.Template
-	internal/session.Fence.Generation internal/session.Fence.Node
-	internal/session.Filter.Labels internal/session.Filter.States
-	internal/session.Session.CreatedAt internal/session.Session.ID internal/session.Session.Node internal/session.Session.Owner internal/session.Session.Spec internal/session.Session.State
-	internal/session.Spec.Resources internal/session.Spec.Version
-`
+const bareFields = ``
 
 // checks look at one file and return what is wrong with it.
 var checks = map[string]func(*source) []string{

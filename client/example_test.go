@@ -112,11 +112,11 @@ func ExampleError() {
 	_, err = c.CreateSession(ctx, client.CreateSession{Spec: client.Spec{Template: "missing"}})
 	var e *client.Error
 	if errors.As(err, &e) {
-		fmt.Println(e.Code, e.Field, "|", e.Message, "|", e.Hint)
+		fmt.Println(e.Code, e.Field, "|", e.Hint)
 	}
 	fmt.Println(errors.Is(err, &client.Error{Code: client.CodeNotFound}))
 	// Output:
-	// not_found template | template missing does not exist | templates: base
+	// not_found template | bivy template ls shows those that do
 	// true
 }
 

@@ -3,7 +3,7 @@
 // Every action of a caller is decided once, beside the intent that announces
 // it in the record, by the one Decider of the process. The interfaces that
 // callers come through (REST and others) only authenticate: they say who calls
-// and leave the decision to the room that does the work.
+// and leave the decision to the package that does the work.
 //
 //	Caller ──▶ Request{Caller, Action, Resource} ──▶ Decider ──▶ Decision
 //	                                                  (Roles)     in the event

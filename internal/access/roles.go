@@ -129,7 +129,7 @@ var rolesDigest = func() string {
 func (Roles) Decide(_ context.Context, r Request) (audit.Decision, error) {
 	err := allow(r.Caller, r.Action)
 	if err == nil && reachOf(r.Caller.Role, r.Action) == own && r.Resource.Session != "" && r.Resource.Owner.Subject != r.Caller.Principal.Subject {
-		// To whoever may not see a session it does not exist.
+		// A caller who may not see a session must not learn that it exists.
 		err = kind.Errorf(kind.NotFound, "session %s does not exist", r.Resource.Session).WithField("session")
 	}
 	if err != nil {

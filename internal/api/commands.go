@@ -53,26 +53,27 @@ func (c *call) startProcess(in client.Command, typ string, duplex bool) (*worklo
 	}
 	switch {
 	case len(in.Argv) == 0:
-		return nil, bad("argv", "missing: what is to be run?")
+		return nil, bad("argv", "missing")
 	case in.TimeoutSeconds < 0 || in.TimeoutSeconds > 30*24*3600:
 		return nil, bad("timeout_seconds", "%g is outside 0 to %d", in.TimeoutSeconds, 30*24*3600)
 	case in.OnDisconnect != "" && in.OnDisconnect != client.Detach && in.OnDisconnect != client.Kill:
 		return nil, bad("on_disconnect", "%.40q; want %q or %q", in.OnDisconnect, client.Detach, client.Kill)
 	case typ == "application/json" && in.OnDisconnect == client.Kill:
-		return nil, bad("on_disconnect", "nobody stays connected when the answer is not a stream")
+		return nil, bad("on_disconnect", "kill needs an answer that is a stream")
 	case typ == "application/json" && duplex:
 		return nil, bad("Accept", "input in the request needs an answer that is a stream")
 	}
 	ctx := c.ctx()
 	if in.OnDisconnect == client.Kill {
-		// A start that is given up when its caller goes may have happened: the
-		// command would run on. Started it is seen to have no caller, and killed.
+		// A start that is cancelled when its caller goes may have happened, and
+		// the command would run on. It is started, found without a caller, and
+		// killed.
 		ctx = context.WithoutCancel(ctx)
 	}
 	return c.h.o.Workload.Start(ctx, c.caller, c.session, commandIn(in))
 }
 
-// firstFrame begins a request whose body is a stream.
+// firstFrame reads the command that begins a body of frames.
 func (c *call) firstFrame(in *client.Command) (*client.FrameReader, error) {
 	if err := c.ctl.EnableFullDuplex(); err != nil {
 		return nil, fmt.Errorf("full duplex: %w", err)
@@ -95,8 +96,8 @@ func (c *call) firstFrame(in *client.Command) (*client.FrameReader, error) {
 // is over.
 const lingerTime = 5 * time.Second
 
-// abandonBody bounds the wait for the end of a body nobody reads, which the
-// HTTP server insists on.
+// abandonBody bounds the time that the HTTP server waits for the end of a body
+// that is not read any more.
 func (c *call) abandonBody() { _ = c.ctl.SetReadDeadline(time.Now().Add(lingerTime)) }
 
 func attachCommand(c *call) error {
@@ -193,12 +194,12 @@ func (s *stream) run() error {
 		return err
 	}
 	if !ended {
-		panic(http.ErrAbortHandler) // whoever still listens learns that this is not the end
+		panic(http.ErrAbortHandler) // the stream must not look complete
 	}
 	return nil
 }
 
-// errCallerGone says that nobody listens any more.
+// errCallerGone says that the caller does not read the answer any more.
 var errCallerGone = errors.New("the caller has gone")
 
 // output forwards until the command ends, which it reports, or the caller goes.
@@ -240,8 +241,8 @@ func (s *stream) output(ctx context.Context) (ended bool, err error) {
 	for {
 		select {
 		case n := <-events:
-			if n.err != nil && misspoken(ctx) != nil {
-				n.err = misspoken(ctx) // which is why the command is no longer followed
+			if n.err != nil && protocolError(ctx) != nil {
+				n.err = protocolError(ctx) // which is why the command is no longer followed
 			}
 			ended, err := s.forward(n.ev, n.err)
 			if err == nil && (ended || n.err != nil || len(events) == 0 || s.out.Buffered() >= flushedEnough) {
@@ -258,7 +259,7 @@ func (s *stream) output(ctx context.Context) (ended bool, err error) {
 				return false, err
 			}
 		case <-ctx.Done():
-			if cause := misspoken(ctx); cause != nil {
+			if cause := protocolError(ctx); cause != nil {
 				if _, err := s.forward(workload.Event{}, cause); err != nil {
 					return false, err
 				}
@@ -269,8 +270,9 @@ func (s *stream) output(ctx context.Context) (ended bool, err error) {
 	}
 }
 
-// misspoken is what a caller that is still there did wrong in its stream, or nil.
-func misspoken(ctx context.Context) error {
+// protocolError is the error of a caller that is still connected and broke the
+// protocol of the stream, or nil.
+func protocolError(ctx context.Context) error {
 	cause := context.Cause(ctx)
 	switch {
 	case kind.Is(cause, kind.Invalid):
@@ -281,8 +283,7 @@ func misspoken(ctx context.Context) error {
 	return nil
 }
 
-// forward writes one event; of an error it tells the caller, whose stream it
-// ends.
+// forward writes one event, or an error, which ends the stream.
 func (s *stream) forward(ev workload.Event, err error) (ended bool, _ error) {
 	switch {
 	case err != nil && gone(s.c.ctx(), err):
@@ -409,7 +410,7 @@ func commandStdin(c *call) error {
 }
 
 // withProcess calls fn for the command of the path. Meanwhile it takes the
-// output that comes, for nobody, because the command would wait.
+// output and drops it, because the command waits for every reader.
 func (c *call) withProcess(fn func(p *workload.Process) error) error {
 	p, err := c.attach()
 	if err != nil {

@@ -9,9 +9,9 @@ import (
 	"net/http"
 	"strings"
 	"time"
-	"unicode/utf8"
 
 	"bivy/client"
+	"bivy/internal/clip"
 	"bivy/internal/kind"
 	"bivy/internal/workload"
 )
@@ -44,12 +44,12 @@ const statusClientGone = 499
 
 const maxErrorText = 4 << 10
 
-// wireError maps an error to what a caller is told. The text of an error
-// without a kind stays inside.
+// wireError maps an error to the one that callers get. The text of an error
+// without a kind is not shown.
 func wireError(err error, request string) client.Error {
 	k := kind.Of(err)
-	e := client.Error{Code: k.String(), Hint: cutText(kind.Hint(err), maxErrorText), RequestID: request,
-		Field: cutText(kind.Field(err), 256), ExitCode: exitCodeOf(err)}
+	e := client.Error{Code: k.String(), Hint: clip.Text(kind.Hint(err), maxErrorText), RequestID: request,
+		Field: clip.Text(kind.Field(err), 256), ExitCode: workload.ExitCodeOf(err)}
 	if k == kind.Internal {
 		e.Message, e.Field = "internal error", ""
 		if e.Hint != "" {
@@ -59,29 +59,8 @@ func wireError(err error, request string) client.Error {
 		return e
 	}
 	// The field has its own place; the text is not to begin with it again.
-	e.Message = cutText(strings.TrimPrefix(err.Error(), kind.Field(err)+": "), maxErrorText)
+	e.Message = clip.Text(strings.TrimPrefix(err.Error(), kind.Field(err)+": "), maxErrorText)
 	return e
-}
-
-// exitCodeOf returns the exit code a shell gives for a command that was
-// refused with err, or 0.
-func exitCodeOf(err error) int {
-	var e interface{ ExitCode() int }
-	if kind.Is(err, kind.Invalid) && errors.As(err, &e) {
-		return e.ExitCode()
-	}
-	return workload.ExitCodeOf(err)
-}
-
-func cutText(s string, limit int) string {
-	s = strings.ToValidUTF8(s, string(utf8.RuneError))
-	if len(s) <= limit {
-		return s
-	}
-	for limit > 0 && !utf8.RuneStart(s[limit]) {
-		limit--
-	}
-	return s[:limit] + "…"
 }
 
 // fail answers with an error, or cuts an answer that has begun.
@@ -122,7 +101,7 @@ func stopReading(w *response, req *http.Request) {
 	_ = ctl.SetReadDeadline(time.Now().Add(lingerTime))
 }
 
-// logInternal writes down what callers are not told.
+// logInternal logs errors whose text callers do not get.
 func (h *Handler) logInternal(w *response, req *http.Request, err error) {
 	if kind.Of(err) == kind.Internal {
 		h.logOf(w).Error("request failed", "method", req.Method, "path", req.URL.Path, "error", err)

@@ -79,7 +79,7 @@ func writeFile(c *call) error {
 		if c.ctx().Err() != nil {
 			return err
 		}
-		return body.blame(err)
+		return body.cause(err)
 	}
 	return c.reply(http.StatusOK, fileOut(info))
 }
@@ -113,8 +113,8 @@ func (u *upload) Abort() {
 	_ = u.c.ctl.SetReadDeadline(time.Unix(1, 0))
 }
 
-// blame says why a write failed with err.
-func (u *upload) blame(err error) error {
+// cause returns why a write failed with err: the body's own error comes first.
+func (u *upload) cause(err error) error {
 	u.mu.Lock()
 	defer u.mu.Unlock()
 	if u.err != nil && !u.aborted {

@@ -239,7 +239,7 @@ func events(c *call) error {
 		return followEvents(c, uint64(after))
 	}
 	p := client.Page[client.Event]{Items: []client.Event{}, Complete: true}
-	// One more than asked for tells whether there is more.
+	// One more than asked for shows whether there is a next page.
 	err = c.h.o.Sessions.Events(c.ctx(), c.caller, c.session, uint64(after), int(limit)+1, func(s audit.Stored) error {
 		if len(p.Items) == int(limit) {
 			p.Complete = false

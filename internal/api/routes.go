@@ -1,7 +1,7 @@
 package api
 
-// route is one way into the server. Whoever calls one that is not public needs
-// a key; what the caller may do is decided by the part that the handler calls.
+// route is a method and a path pattern. A route that is not public needs an API
+// key; what the caller may do is decided by the part that the handler calls.
 type route struct {
 	method, pattern string
 	public          string   // why no key is needed; empty: one is

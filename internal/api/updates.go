@@ -9,9 +9,9 @@ import (
 	"bivy/client"
 )
 
-// updates answers with JSON lines: news while something is being done, then
-// what came of it. The status is sent with the first line, so what fails
-// before there is news fails like any other request.
+// updates answers with JSON lines: progress while something is being done, then
+// its result. The status is sent with the first line, so a failure before any
+// progress is an error answer like any other.
 type updates struct {
 	c      *call
 	status int
@@ -21,7 +21,7 @@ type updates struct {
 	over bool
 }
 
-// progressInterval bounds how much news a caller is sent.
+// progressInterval is the shortest time between two lines of progress.
 const progressInterval = 50 * time.Millisecond
 
 func newUpdates(c *call, status int) *updates { return &updates{c: c, status: status} }
@@ -41,7 +41,7 @@ func (u *updates) openLocked() {
 	}
 }
 
-// flushLocked lets what was written go; what stops it shows in the next write.
+// flushLocked sends what was written. An error shows in the next write.
 func (u *updates) flushLocked() { _ = u.c.ctl.Flush() }
 
 // send writes one line.
@@ -62,8 +62,8 @@ func (u *updates) sendLocked(v any) error {
 	return err
 }
 
-// progress writes news, unless there was some a moment ago. Whoever does the
-// work may call it from anywhere, also after the end.
+// progress writes a line of progress, unless the last one is newer than
+// progressInterval. It may be called from any goroutine, also after the end.
 func (u *updates) progress(v any) {
 	u.mu.Lock()
 	defer u.mu.Unlock()
@@ -76,7 +76,7 @@ func (u *updates) progress(v any) {
 	_ = u.sendLocked(v)
 }
 
-// last writes what came of it.
+// last writes the result, or the error, as the last line.
 func (u *updates) last(err error, result any, failed func(*client.Error) any) error {
 	u.mu.Lock()
 	defer u.mu.Unlock()

@@ -1,6 +1,7 @@
 package audit
 
 import (
+	"bivy/internal/clip"
 	"bytes"
 	"encoding/json"
 	"fmt"
@@ -122,16 +123,7 @@ func (c cutter) object(v map[string]any, depth int) map[string]any {
 	return small
 }
 
-func (c cutter) string(s string) string {
-	if len(s) <= c.text {
-		return s
-	}
-	n := c.text
-	for n > 0 && !utf8.RuneStart(s[n]) {
-		n--
-	}
-	return fmt.Sprintf("%s…[+%d bytes]", s[:n], len(s)-n)
-}
+func (c cutter) string(s string) string { return clip.Counted(s, c.text) }
 
 // number replaces a number of more than 40 digits, which no other cut shortens.
 func (c cutter) number(s string) string {

@@ -9,8 +9,8 @@ import (
 	"strconv"
 	"strings"
 	"time"
-	"unicode/utf8"
 
+	"bivy/internal/clip"
 	"bivy/internal/kind"
 	"bivy/internal/session"
 )
@@ -163,15 +163,6 @@ func (d Draft) Chain(h Head, at session.Fence, m Moment) (Stored, error) {
 	return Stored{Event: ev, Raw: raw, Hash: hashOf(raw), Salt: d.salt, Payload: d.payload}, nil
 }
 
-// Next makes the event that follows h from e: Prepare and Chain in one.
-func Next(h Head, at session.Fence, e Entry, m Moment) (Stored, error) {
-	d, err := Prepare(e)
-	if err != nil {
-		return Stored{}, err
-	}
-	return d.Chain(h, at, m)
-}
-
 // Head returns the head of the record that ends with s.
 func (s Stored) Head() Head {
 	return Head{Record: s.Event.Record, Seq: s.Event.Seq, Hash: s.Hash}
@@ -278,27 +269,10 @@ func ascii(s string) bool {
 
 func boundActor(p session.Principal) session.Principal {
 	return session.Principal{
-		Subject:    cut(p.Subject, MaxActor),
-		OnBehalfOf: cut(p.OnBehalfOf, MaxActor),
-		Trigger:    cut(p.Trigger, MaxActor),
+		Subject:    clip.Text(p.Subject, MaxActor),
+		OnBehalfOf: clip.Text(p.OnBehalfOf, MaxActor),
+		Trigger:    clip.Text(p.Trigger, MaxActor),
 	}
-}
-
-// cut makes s valid UTF-8 of at most limit bytes; what was cut ends in "…".
-func cut(s string, limit int) string {
-	whole := len(s) <= limit
-	if !whole {
-		n := limit - len("…")
-		for n > 0 && !utf8.RuneStart(s[n]) {
-			n--
-		}
-		s = s[:n]
-	}
-	s = strings.ToValidUTF8(s, "?")
-	if !whole {
-		s += "…"
-	}
-	return s
 }
 
 func commitment(salt, payload []byte) string {

@@ -419,6 +419,9 @@ func TestLostKey(t *testing.T) {
 	if _, err := LoadSigner(dir, true); !kind.Is(err, kind.Conflict) {
 		t.Errorf("a lost key: %v", err)
 	}
+	if _, err := LoadSigner(dir, false); !kind.Is(err, kind.Conflict) {
+		t.Errorf("a lost key that was published, without seals: %v", err)
+	}
 	next, err := RotateLost(dir)
 	if err != nil {
 		t.Fatal(err)
@@ -701,8 +704,20 @@ func TestOpenHeads(t *testing.T) {
 	if _, _, err := OpenHeads(data, []PublicKey{GenerateSigner().Public()}, nil); !kind.Is(err, kind.Invalid) {
 		t.Errorf("another key: %v", err)
 	}
+	// The statements within a record of a node have the digest of the list only.
+	compact := held
+	compact.Open = nil
+	if seal, err = signer.SignHeads(compact); err != nil {
+		t.Fatal(err)
+	}
+	if data, err = json.Marshal(seal); err != nil {
+		t.Fatal(err)
+	}
+	if got, _, err := OpenHeads(data, []PublicKey{signer.Public()}, nil); err != nil || len(got.Open) != 0 || got.OpenCount != 1 {
+		t.Errorf("a statement without its list: %+v, %v", got, err)
+	}
 	for what, change := range map[string]func(*Heads){
-		"a record left out":   func(h *Heads) { h.Open = nil },
+		"a record replaced":   func(h *Heads) { h.Open[0].Seq++ },
 		"a newer version":     func(h *Heads) { h.Version = 2 },
 		"a root that is none": func(h *Heads) { h.TreeRoot = "x" },
 		"a node that is none": func(h *Heads) { h.Node = "" },

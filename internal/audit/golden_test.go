@@ -192,7 +192,7 @@ func copyVerifier(t *testing.T) {
 	if err := os.RemoveAll(filepath.Join(verifierDir, "internal")); err != nil {
 		t.Fatal(err)
 	}
-	for _, pkg := range []string{"audit", "session", "trace", "kind"} {
+	for _, pkg := range []string{"audit", "session", "argv", "trace", "clip", "durable", "kind"} {
 		names, err := filepath.Glob(filepath.Join("..", pkg, "*.go"))
 		if err != nil || len(names) == 0 {
 			t.Fatalf("package %s: %v", pkg, err)

@@ -125,7 +125,12 @@ func OpenHeads(data []byte, pinned []PublicKey, rotations []Seal) (Heads, string
 	if err := h.check(); err != nil {
 		return fail(err)
 	}
-	if about.Name != "heads/"+string(h.Node) || uint64(len(h.Open)) != h.OpenCount || openDigest(h.Open) != h.OpenDigest {
+	if about.Name != "heads/"+string(h.Node) {
+		return fail(fmt.Errorf("it is about %s, and its node is %s", about.Name, h.Node))
+	}
+	// A statement within a record leaves the list out. Nobody can take the list
+	// out of another one, which is signed.
+	if len(h.Open) > 0 && (uint64(len(h.Open)) != h.OpenCount || openDigest(h.Open) != h.OpenDigest) {
 		return fail(errors.New("its list of open records does not have the digest beside it"))
 	}
 	return h, key.Fingerprint(), nil
@@ -150,8 +155,8 @@ type HeadsReport struct {
 	// statement. Their exports must contain these heads: pass them to Verify or
 	// VerifySystem as VerifyOptions.Contains.
 	Continued []OpenHead
-	// Unlisted says that the statement was of a seal, which has the digest of
-	// the open records and not their list.
+	// Unlisted says that the statement was of a seal or within a record: it has
+	// the digest of the open records and not their list.
 	Unlisted bool
 }
 

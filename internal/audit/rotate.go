@@ -13,6 +13,7 @@ import (
 	"path/filepath"
 	"time"
 
+	"bivy/internal/durable"
 	"bivy/internal/kind"
 )
 
@@ -116,7 +117,7 @@ func (s *Signer) rotate(dir string, lost bool, old PublicKey) (*Signer, error) {
 	if err != nil {
 		return nil, err
 	}
-	if err := writeFile(filepath.Join(dir, nextKeyFile), private, 0o600, os.Rename); err != nil {
+	if err := durable.WriteFile(filepath.Join(dir, nextKeyFile), private, 0o600); err != nil {
 		return nil, err
 	}
 	var lines bytes.Buffer
@@ -126,7 +127,7 @@ func (s *Signer) rotate(dir string, lost bool, old PublicKey) (*Signer, error) {
 		}
 	}
 	// From here on the new key is the one: finishRotation does the rest.
-	if err := writeFile(filepath.Join(dir, RotationsFile), lines.Bytes(), 0o644, os.Rename); err != nil {
+	if err := durable.WriteFile(filepath.Join(dir, RotationsFile), lines.Bytes(), 0o644); err != nil {
 		return nil, err
 	}
 	if err := finishRotation(dir, next.rotations); err != nil {
@@ -155,7 +156,7 @@ func finishRotation(dir string, rotations []Seal) error {
 			if err := os.Rename(path, filepath.Join(dir, SigningKeyFile)); err != nil {
 				return err
 			}
-			return syncDir(dir)
+			return durable.SyncDir(dir)
 		}
 	}
 	return os.Remove(path)

@@ -272,7 +272,7 @@ func (v *verifier) erasures(c *chain, announced spans) error {
 // lacks a head that it must contain.
 func (v *verifier) finish(erased uint64, chains ...*chain) error {
 	if erased > 0 && !v.options.AllowErased {
-		return kind.Wrap(kind.Invalid, v.fault("%s erased, as the record announces", count(erased, "payload"))).(*kind.Error).
+		return kind.Errorf(kind.Invalid, "%w", v.fault("%s erased, as the record announces", count(erased, "payload"))).
 			WithHint("to accept announced erasures: --allow-erased")
 	}
 	for _, c := range chains {

@@ -110,7 +110,7 @@ func (e *events) Begin(ctx context.Context, in audit.Entry) (func(audit.Entry) e
 	}, nil
 }
 
-func (e *events) CountRefused(a audit.Action, reason, who string) {
+func (e *events) CountRefused(a audit.Action, reason, who string, _ audit.Decision) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	e.refused = append(e.refused, string(a)+" "+reason+" "+who)
@@ -217,7 +217,7 @@ func TestCreateRefuses(t *testing.T) {
 		}
 	}
 	m.fail = kind.Errorf(kind.Exhausted, "disk full")
-	if token, _, err := r.Create(t.Context(), root, access.Admin, ""); !kind.Is(err, kind.Exhausted) || !token.IsEmpty() {
+	if token, _, err := r.Create(t.Context(), root, access.Admin, ""); !kind.Is(err, kind.Exhausted) || token.Reveal() != "" {
 		t.Errorf("a store that fails: %v", err)
 	}
 	if len(m.keys) != 0 {

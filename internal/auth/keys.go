@@ -83,7 +83,7 @@ type Record interface {
 	Record(ctx context.Context, e audit.Entry) error
 	// CountRefused counts a request that was refused. Counts are recorded
 	// together now and then.
-	CountRefused(a audit.Action, reason, who string)
+	CountRefused(a audit.Action, reason, who string, d audit.Decision)
 }
 
 // Options are what a Keyring is made of. Store, Record and Access are
@@ -154,7 +154,7 @@ const (
 // the key when that is known.
 func (r *Keyring) Authenticate(ctx context.Context, token, from string) (access.Caller, error) {
 	refuse := func(reason, who, format string, args ...any) (access.Caller, error) {
-		r.o.Record.CountRefused(audit.LoginRefused, reason, who)
+		r.o.Record.CountRefused(audit.LoginRefused, reason, who, audit.Decision{})
 		return access.Caller{}, kind.Errorf(kind.Unauthentic, format, args...).
 			WithHint("send an API key in X-API-Key or as Authorization: Bearer; the first one is in the file %s of the data directory", AdminKeyFile)
 	}

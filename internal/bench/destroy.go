@@ -103,7 +103,7 @@ func (b *bench) endOne(ctx context.Context, s *server, answer *series, steps map
 
 // traces are what a session has on the host.
 type traces struct {
-	session   string
+	slot      string
 	processes []string // directories in /proc
 	groups    []string
 	files     []string
@@ -111,9 +111,13 @@ type traces struct {
 }
 
 func (b *bench) traces(s *server, session *client.Session) (*traces, error) {
-	t := &traces{session: session.ID}
+	slot, err := s.slot(session)
+	if err != nil {
+		return nil, err
+	}
+	t := &traces{slot: slot}
 	for _, dir := range b.groups.host.Controllers() {
-		group := filepath.Join(filepath.Dir(dir), s.parent, session.Info.Sandbox)
+		group := filepath.Join(filepath.Dir(dir), s.parent, slot)
 		if _, err := os.Stat(group); err == nil {
 			t.groups = append(t.groups, group)
 		}
@@ -123,10 +127,15 @@ func (b *bench) traces(s *server, session *client.Session) (*traces, error) {
 			}
 		}
 	}
-	var err error
-	t.files, err = named(session.ID, s.runDir, filepath.Join(b.data, "node"))
-	t.sockets = strings.Contains(fact("/proc/net/unix"), session.ID)
-	return t, err
+	for _, name := range []string{slot, session.ID} {
+		files, err := named(name, s.runDir, filepath.Join(b.data, "node"))
+		if err != nil {
+			return nil, err
+		}
+		t.files = append(t.files, files...)
+	}
+	t.sockets = strings.Contains(fact("/proc/net/unix"), slot)
+	return t, nil
 }
 
 // named finds the files whose names hold id, with what is below them.
@@ -173,10 +182,10 @@ func (t *traces) left() string {
 			}
 		}
 	}
-	if strings.Contains(fact("/proc/net/unix"), t.session) {
+	if strings.Contains(fact("/proc/net/unix"), t.slot) {
 		return "a socket"
 	}
-	if strings.Contains(fact("/proc/self/mountinfo"), t.session) {
+	if strings.Contains(fact("/proc/self/mountinfo"), t.slot) {
 		return "a mount"
 	}
 	return ""

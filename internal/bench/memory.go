@@ -175,7 +175,11 @@ func (b *bench) idle(ctx context.Context, s *server) ([]Figure, error) {
 // box is what a sandbox's processes hold, and how much of it is the guest's.
 func (b *bench) box(s *server, session *client.Session) (pss, guest int64, err error) {
 	mount := filepath.Dir(b.groups.dir("memory", ""))
-	procs := fact(filepath.Join(mount, s.parent, session.Info.Sandbox, "cgroup.procs"))
+	slot, err := s.slot(session)
+	if err != nil {
+		return 0, 0, err
+	}
+	procs := fact(filepath.Join(mount, s.parent, slot, "cgroup.procs"))
 	if procs == "" {
 		return 0, 0, fmt.Errorf("sandbox %s has no processes", session.Info.Sandbox)
 	}

@@ -3,6 +3,7 @@ package bench
 import (
 	"bytes"
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -59,7 +60,11 @@ func (b *bench) serve(ctx context.Context) (*server, error) {
 		return nil, fmt.Errorf("first session: %w", err)
 	}
 	// Where the server has its sandboxes' groups is seen, not assumed.
-	dirs, err := filepath.Glob(filepath.Join(b.mountOf(), "*", first.Info.Sandbox))
+	slot, err := s.slot(first)
+	if err != nil {
+		return nil, err
+	}
+	dirs, err := filepath.Glob(filepath.Join(b.mountOf(), "*", slot))
 	if err != nil || len(dirs) != 1 {
 		return nil, fmt.Errorf("sandbox %s has %d cgroups where one is expected: %w", first.Info.Sandbox, len(dirs), err)
 	}
@@ -69,6 +74,25 @@ func (b *bench) serve(ctx context.Context) (*server, error) {
 	}
 	_, err = first.End(ctx)
 	return s, err
+}
+
+// slot returns the name of what a session's sandbox has on the host, which the
+// label in its bundle directory leads to.
+func (s *server) slot(session *client.Session) (string, error) {
+	labels, err := filepath.Glob(filepath.Join(s.runDir, "gvisor", "bundles", "*", "sandbox"))
+	if err != nil {
+		return "", err
+	}
+	for _, path := range labels {
+		var label struct {
+			Sandbox string `json:"sandbox"`
+		}
+		data, err := os.ReadFile(path)
+		if err == nil && json.Unmarshal(data, &label) == nil && label.Sandbox == session.Info.Sandbox {
+			return filepath.Base(filepath.Dir(path)), nil
+		}
+	}
+	return "", fmt.Errorf("sandbox %s has no bundle below %s", session.Info.Sandbox, s.runDir)
 }
 
 // mountOf is where groups are mounted.

@@ -1,6 +1,7 @@
 package cgroup
 
 import (
+	"bivy/internal/poll"
 	"context"
 	"errors"
 	"fmt"
@@ -137,39 +138,27 @@ func (g *Group) Contains(pid int) (bool, error) {
 // Kill sends SIGKILL to every process of the group until none is left or ctx
 // ends.
 func (g *Group) Kill(ctx context.Context) error {
-	for wait := time.Millisecond / 4; ; wait = min(wait*2, 20*time.Millisecond) {
+	return poll.Until(ctx, poll.Delays{First: time.Millisecond / 4, Max: 20 * time.Millisecond}, func() (done bool, err error) {
 		if g.host.Version == V2 {
 			if err := write(g.dir(""), "cgroup.kill", "1"); err != nil && !errors.Is(err, fs.ErrNotExist) {
-				return fmt.Errorf("kill group %s: %w", g.name, err)
+				return true, fmt.Errorf("kill group %s: %w", g.name, err)
 			}
 		}
 		pids, err := g.Procs()
 		if err != nil || len(pids) == 0 {
-			return err
+			return true, err
 		}
 		for _, pid := range pids {
 			if err := unix.Kill(pid, unix.SIGKILL); err != nil && !errors.Is(err, unix.ESRCH) {
-				return fmt.Errorf("kill process %d: %w", pid, err)
+				return true, fmt.Errorf("kill process %d: %w", pid, err)
 			}
 		}
-		select {
-		case <-ctx.Done():
-			return fmt.Errorf("group %s still has processes %v: %w", g.name, pids, ctx.Err())
-		case <-time.After(wait):
-		}
-	}
+		return false, fmt.Errorf("group %s still has processes %v", g.name, pids)
+	})
 }
 
 // Remove deletes an empty group; nil when it is already gone.
 func (g *Group) Remove() error { return rmdir(g.allDirs()) }
-
-// Exists reports whether any directory of the group exists.
-func (g *Group) Exists() bool {
-	return slices.ContainsFunc(g.allDirs(), func(d string) bool {
-		_, err := os.Lstat(d)
-		return err == nil
-	})
-}
 
 // Stats is the group's use so far.
 type Stats struct {

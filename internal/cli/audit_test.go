@@ -88,10 +88,19 @@ func (n *testNode) state() func() {
 	}
 }
 
+// nextEvent makes the event that follows h from e.
+func nextEvent(h audit.Head, at session.Fence, e audit.Entry, m audit.Moment) (audit.Stored, error) {
+	d, err := audit.Prepare(e)
+	if err != nil {
+		return audit.Stored{}, err
+	}
+	return d.Chain(h, at, m)
+}
+
 func (n *testNode) add(c *chain, a audit.Action, payload any) audit.Stored {
 	n.t.Helper()
 	e := audit.Entry{Action: a, Outcome: audit.OK, Actor: auditActor, Payload: payload}
-	s, err := audit.Next(c.head, session.Fence{Node: n.name}, e, auditMoment)
+	s, err := nextEvent(c.head, session.Fence{Node: n.name}, e, auditMoment)
 	if err != nil {
 		n.t.Fatal(err)
 	}
@@ -399,7 +408,7 @@ func TestVerifyErased(t *testing.T) {
 		c := n.records[id]
 		if id == announced {
 			e := audit.Entry{Action: audit.PayloadErased, Outcome: audit.OK, Actor: auditActor, Object: audit.ErasedEvents(2, 2)}
-			s, err := audit.Next(c.head, session.Fence{Node: n.name}, e, auditMoment)
+			s, err := nextEvent(c.head, session.Fence{Node: n.name}, e, auditMoment)
 			if err != nil {
 				t.Fatal(err)
 			}

@@ -1,12 +1,13 @@
 package cli
 
 import (
+	"fmt"
 	"os"
+	"sync"
 	"testing"
 
-	"golang.org/x/sys/unix"
-
 	"bivy/internal/config"
+	"bivy/internal/dirlock"
 	"bivy/internal/kind"
 )
 
@@ -16,14 +17,16 @@ func TestFind(t *testing.T) {
 	for name, serves := range map[string]bool{"serves": true, "unlocks": false} {
 		t.Run(name, func(t *testing.T) {
 			dir := t.TempDir()
-			lock, err := os.Create(config.LockPath(dir))
+			lock, err := dirlock.Acquire(dir)
 			if err != nil {
 				t.Fatal(err)
 			}
-			defer lock.Close()
-			if err := unix.Flock(int(lock.Fd()), unix.LOCK_EX); err != nil {
-				t.Fatal(err)
-			}
+			unlock := sync.OnceValue(lock.Close)
+			defer func() {
+				if err := unlock(); err != nil {
+					t.Error(err)
+				}
+			}()
 			if !config.Held(dir) {
 				t.Fatal("it is not locked")
 			}
@@ -39,7 +42,7 @@ func TestFind(t *testing.T) {
 				if _, err := config.Announce(dir, config.Running{URL: "http://127.0.0.1:1"}); err != nil {
 					t.Fatal(err)
 				}
-			} else if err := unix.Flock(int(lock.Fd()), unix.LOCK_UN); err != nil {
+			} else if err := unlock(); err != nil {
 				t.Fatal(err)
 			}
 			if err := <-found; err != nil || alive != serves || serves && r.URL != "http://127.0.0.1:1" {
@@ -55,12 +58,21 @@ func TestHeld(t *testing.T) {
 	if config.Held(dir) {
 		t.Error("an unused directory is locked")
 	}
-	if err := os.WriteFile(config.LockPath(dir), []byte("1\n"), 0o600); err != nil {
+	lock, err := dirlock.Acquire(dir)
+	if err != nil {
 		t.Fatal(err)
 	}
-	err := config.HeldError(dir)
-	if want := "another bivy (process 1) uses " + dir; err.Error() != want || !kind.Is(err, kind.Conflict) || kind.Hint(err) == "" {
-		t.Errorf("%v, hint %q", err, kind.Hint(err))
+	defer func() {
+		if err := lock.Close(); err != nil {
+			t.Error(err)
+		}
+	}()
+	if !config.Held(dir) {
+		t.Error("a locked directory is not")
+	}
+	err = config.HeldError(dir)
+	if want := fmt.Sprintf("run directory %s is in use by process %d", dir, os.Getpid()); err.Error() != want || !kind.Is(err, kind.Conflict) || kind.Hint(err) == "" {
+		t.Errorf("%v, hint %q; want %s", err, kind.Hint(err), want)
 	}
 }
 

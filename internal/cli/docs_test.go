@@ -126,8 +126,11 @@ func TestTemplateDocumentation(t *testing.T) {
 	}
 	_, block, _ := strings.Cut(string(text), "<<'END'\n")
 	block, _, _ = strings.Cut(block, "END\n")
-	spec, err := template.ParseSpec([]byte(block))
-	if err != nil {
+	var spec template.Spec
+	if err := config.Decode([]byte(block), &spec); err != nil {
+		t.Fatal(err)
+	}
+	if err := spec.Validate(); err != nil {
 		t.Fatal(err)
 	}
 	v := reflect.ValueOf(spec)

@@ -36,9 +36,6 @@ const (
 	LockInterval = 20 * time.Millisecond // between two tries: the release of a lock gives no event
 )
 
-// LockPath is the file of a run directory that the process using it has locked.
-func LockPath(runDir string) string { return filepath.Join(runDir, dirlock.File) }
-
 // Held reports whether a process uses a run directory, as far as the caller
 // may see it.
 func Held(runDir string) bool { return dirlock.Holder(runDir) != nil }

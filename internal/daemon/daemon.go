@@ -47,6 +47,9 @@ type Options struct {
 	Config  config.Config // with defaults, valid
 	Log     *slog.Logger
 	Version client.Version
+	// Local is for a command that has no server and works by itself: it is no
+	// start of a server in the record of the node.
+	Local bool
 	// FailPoint is given to the lifecycle: tests stop the process in it. Nil in
 	// production.
 	FailPoint func(point string)
@@ -105,9 +108,12 @@ func assemble(ctx context.Context, o Options, open func(*Daemon) (*templates, er
 	if err != nil {
 		return nil, err
 	}
-	if err := d.recordStart(ctx); err != nil {
-		return nil, err
+	if !o.Local {
+		if err := d.recordStart(ctx); err != nil {
+			return nil, err
+		}
 	}
+	d.background(d.system.Run) // after: Close stops it before it records the end
 	if err := d.openKeys(ctx); err != nil {
 		return nil, err
 	}

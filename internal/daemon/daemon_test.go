@@ -163,7 +163,7 @@ func TestRecordOfTheNode(t *testing.T) {
 			t.Errorf("a developer removes a template: %v", err)
 		}
 	}
-	if _, err := r.as("e2b_"+strings.Repeat("0", 40)).Version(ctx); err == nil {
+	if _, err := r.as("e2b_" + strings.Repeat("0", 40)).Version(ctx); err == nil {
 		t.Error("an unknown key is good")
 	}
 	build := client.BuildTemplate{Version: 1, Name: "tool", From: client.TemplateSource{Directory: &client.PathSource{Path: m.root}}}
@@ -202,6 +202,7 @@ func TestRecordOfTheNode(t *testing.T) {
 	if last := all[len(all)-1].Event.Action; last != audit.ServerStopped {
 		t.Errorf("the last event is %s", last)
 	}
+	deniedByRules(t, all)
 	for _, want := range []struct {
 		action  audit.Action
 		payload string
@@ -218,6 +219,16 @@ func TestRecordOfTheNode(t *testing.T) {
 	} {
 		if !slices.ContainsFunc(find(all, want.action), func(e audit.Stored) bool { return bytes.Contains(e.Payload, []byte(want.payload)) }) {
 			t.Errorf("no %s with %s", want.action, want.payload)
+		}
+	}
+}
+
+// deniedByRules checks that refusals are recorded with their decision.
+func deniedByRules(t *testing.T, all []audit.Stored) {
+	t.Helper()
+	for _, e := range find(all, audit.AccessDenied) {
+		if e.Event.Decision.Verdict != audit.Deny || e.Event.Decision.Policy == "" {
+			t.Errorf("%s is recorded with the decision %+v", e.Payload, e.Event.Decision)
 		}
 	}
 }

@@ -6,18 +6,14 @@ import (
 	"crypto/rand"
 	"crypto/sha256"
 	"encoding/hex"
-	"errors"
-	"fmt"
 	"io"
-	"os"
-	"time"
-
-	"golang.org/x/sys/unix"
 
 	"bivy/internal/access"
 	"bivy/internal/auth"
 	"bivy/internal/config"
+	"bivy/internal/dirlock"
 	"bivy/internal/kind"
+	"bivy/internal/poll"
 	"bivy/internal/secret"
 )
 
@@ -47,39 +43,30 @@ func newLocalKey() secret.Value {
 //
 // Another command, or a server that stops, is given time to let go of it.
 func lockDir(ctx context.Context, d *Daemon) error {
-	path := config.LockPath(d.cfg.RunDir)
-	f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE, 0o600)
-	if err != nil {
-		return kind.Errorf(kind.Unavailable, "%w", err).WithHint("run bivy as root, or choose other directories with data_dir and run_dir")
-	}
 	ctx, cancel := context.WithTimeout(ctx, config.LockPatience)
 	defer cancel()
-	tick := time.NewTicker(config.LockInterval)
-	defer tick.Stop()
-	for {
-		err = unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB)
-		if !errors.Is(err, unix.EWOULDBLOCK) {
-			break
+	var lock *dirlock.Lock
+	err := poll.Until(ctx, poll.Every(config.LockInterval), func() (done bool, err error) {
+		lock, err = dirlock.Acquire(d.cfg.RunDir)
+		if err == nil {
+			return true, nil
+		}
+		if !kind.Is(err, kind.Conflict) {
+			return true, kind.Errorf(kind.Unavailable, "%w", err).WithHint("run bivy as root, or choose other directories with data_dir and run_dir")
 		}
 		// A server that serves goes on. One whose announcement cannot be read
 		// is waited for like any other process.
-		if _, serving, _ := config.Find(d.cfg.RunDir); serving || ctx.Err() != nil {
-			return errors.Join(config.HeldError(d.cfg.RunDir), f.Close())
-		}
-		select {
-		case <-tick.C:
-		case <-ctx.Done():
-		}
+		_, serving, _ := config.Find(d.cfg.RunDir)
+		return serving, err
+	})
+	if kind.Is(err, kind.Conflict) || ctx.Err() != nil && lock == nil {
+		return config.HeldError(d.cfg.RunDir)
 	}
 	if err != nil {
-		return errors.Join(fmt.Errorf("lock %s: %w", path, err), f.Close())
+		return err
 	}
-	d.closers = append(d.closers, f.Close)
-	err = f.Truncate(0)
-	if err == nil {
-		_, err = f.WriteAt(fmt.Appendf(nil, "%d\n", os.Getpid()), 0)
-	}
-	return err
+	d.closers = append(d.closers, lock.Close)
+	return nil
 }
 
 func shortHash(s string) string {

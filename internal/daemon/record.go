@@ -35,38 +35,14 @@ func (d *Daemon) openRecord(ctx context.Context) error {
 		return err
 	}
 	d.signing = journal.NewSigning(d.cfg.SignerDir(), signer)
-	denials := &denials{Decider: access.Roles{}}
-	d.access = denials
+	rules := &access.Counted{Decider: access.Roles{}}
+	d.access = rules
 	d.system = journal.NewSystemRecord(journal.SystemOptions{
 		Store: d.store, Node: d.id, Signing: d.signing, Access: d.access,
 		Versions: map[string]string{"bivy": d.version.Version, "go": runtime.Version()}, Log: d.log,
 	})
-	denials.count = d.system.CountRefused
+	rules.Count = d.system.CountRefused
 	return nil
-}
-
-// denials counts in the record of the node what its Decider does not allow.
-type denials struct {
-	access.Decider
-	count func(a audit.Action, reason, who string)
-}
-
-// Decide implements access.Decider.
-func (d *denials) Decide(ctx context.Context, r access.Request) (audit.Decision, error) {
-	decision, err := d.Decider.Decide(ctx, r)
-	if err != nil {
-		d.count(audit.AccessDenied, string(r.Action), r.Caller.Principal.Subject)
-	}
-	return decision, err
-}
-
-// Scope implements access.Decider.
-func (d *denials) Scope(ctx context.Context, c access.Caller, a access.Action) (string, error) {
-	owner, err := d.Decider.Scope(ctx, c, a)
-	if err != nil {
-		d.count(audit.AccessDenied, string(a), c.Principal.Subject)
-	}
-	return owner, err
 }
 
 // versions are what this process is made of.
@@ -123,8 +99,8 @@ func configOf(c config.Config) (configPayload, error) {
 // stopRecordTime bounds the writing of the last event.
 const stopRecordTime = 5 * time.Second
 
-// recordStart records that the process has started, lets the record of the node
-// run, and has Close record that the process has stopped.
+// recordStart records that a server has started, and has Close record that it
+// has stopped.
 func (d *Daemon) recordStart(ctx context.Context) error {
 	cfg, err := configOf(d.cfg)
 	if err != nil {
@@ -140,7 +116,6 @@ func (d *Daemon) recordStart(ctx context.Context) error {
 		defer cancel()
 		return d.system.Record(ctx, audit.Entry{Action: audit.ServerStopped, Outcome: audit.OK, Payload: struct{}{}})
 	})
-	d.background(d.system.Run)
 	return nil
 }
 

@@ -95,6 +95,7 @@ func listen(ctx context.Context, cfg config.Config) (net.Listener, string, error
 
 // local opens a daemon for this process alone.
 func local(ctx context.Context, o Options) (*cli.Local, error) {
+	o.Local = true
 	d, err := New(ctx, o)
 	if err != nil {
 		return nil, err

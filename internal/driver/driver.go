@@ -82,22 +82,22 @@ type Capabilities struct {
 
 // StartRequest describes one sandbox.
 type StartRequest struct {
-	ID       session.SandboxID
-	Owner    Owner
-	Image    string   // path of the root file system image, named by its content
-	Snapshot Source   // files of a Checkpoint of a sandbox with the same image, Args, Env and Shape; nil: boot
-	Args     []string // first process, absolute path first
-	Env      []string // its environment, "K=V"
-	Hostname string   // of the guest
-	Limits   Limits   // enforced from outside
-	Shape    Shape    // what the guest sees; a zero field is the driver's choice
+	ID       session.SandboxID // which sandbox
+	Owner    Owner             // whose it is
+	Image    string            // path of the root file system image, named by its content
+	Snapshot Source            // files of a Checkpoint of a sandbox with the same image, Args, Env and Shape; nil: boot
+	Args     []string          // first process, absolute path first
+	Env      []string          // its environment, "K=V"
+	Hostname string            // of the guest
+	Limits   Limits            // enforced from outside
+	Shape    Shape             // what the guest sees; a zero field is the driver's choice
 }
 
 // Owner says whose a sandbox is. A driver keeps it with the sandbox, so that
 // it is known without the database.
 type Owner struct {
-	Kind OwnerKind `json:"kind"`
-	ID   string    `json:"id"` // of the session, pool or template
+	Kind OwnerKind `json:"kind"` // what it is that owns
+	ID   string    `json:"id"`   // of the session, pool or template
 }
 
 // OwnerKind is what a sandbox can belong to.
@@ -130,8 +130,8 @@ type Limits struct {
 // Handle is what a driver needs to find a sandbox again. It is opaque to
 // everyone else and versioned by its driver.
 type Handle struct {
-	Sandbox session.SandboxID `json:"sandbox"`
-	Owner   Owner             `json:"owner"`
+	Sandbox session.SandboxID `json:"sandbox"` // which sandbox
+	Owner   Owner             `json:"owner"`   // whose it is
 	Driver  string            `json:"driver"`  // Name of the driver that made it
 	Version int               `json:"version"` // of State
 	State   []byte            `json:"state"`   // the driver's own
@@ -149,18 +149,18 @@ type Recovery struct {
 
 // Exit says how a sandbox stopped.
 type Exit struct {
-	Code   int  // of the first process; -1 when unknown
-	Signal int  // that ended the first process; 0 for none
-	OOM    bool // the host's memory limit was hit in its life
-	PIDs   bool // the host's limit of threads was
-	At     time.Time
+	Code   int       // of the first process; -1 when unknown
+	Signal int       // that ended the first process; 0 for none
+	OOM    bool      // the host's memory limit was hit in its life
+	PIDs   bool      // the host's limit of threads was
+	At     time.Time // when it was noticed
 }
 
 // Found is one sandbox seen on the host.
 type Found struct {
-	ID      session.SandboxID
-	Owner   Owner // the zero value when the host does not say
-	Running bool  // false: only leftovers, Destroy them
+	ID      session.SandboxID // which sandbox
+	Owner   Owner             // the zero value when the host does not say
+	Running bool              // false: only leftovers, Destroy them
 }
 
 // Pauser is implemented by drivers that can freeze a sandbox in memory.
@@ -248,6 +248,10 @@ type Flow interface {
 	Accept() (net.Conn, error)
 }
 
+// SocketType is the type of an entry of ExportChanges that is a socket, for
+// which tar has no type. It has no content.
+const SocketType = 's'
+
 // WhiteoutRecord is the PAX record by which ExportChanges marks the entries
 // that stand for deletions and opaque directories.
 const WhiteoutRecord = "BIVY.whiteout"
@@ -288,10 +292,10 @@ type Statter interface {
 type Stats struct {
 	CPU             time.Duration // since start
 	MemoryBytes     int64         // held now
-	MemoryPeakBytes int64
-	PIDs            int64  // host threads now
-	OOMKills        int64  // processes killed by the memory limit since start
-	OutboundRefused uint64 // packets and connections that tried to leave
+	MemoryPeakBytes int64         // most that was held since start
+	PIDs            int64         // host threads now
+	OOMKills        int64         // processes killed by the memory limit since start
+	OutboundRefused uint64        // packets and connections that tried to leave
 }
 
 // Inspector is implemented by drivers that can prove a sandbox's isolation
@@ -304,7 +308,7 @@ type Inspector interface {
 
 // Posture is the host's view of one sandbox.
 type Posture struct {
-	Checks []Check `json:"checks"`
+	Checks []Check `json:"checks"` // one for each property
 }
 
 // Check is one property, as wanted and as found.
@@ -312,7 +316,7 @@ type Check struct {
 	Name string `json:"name"` // "uid", "namespaces", "capabilities", "seccomp", "no_new_privs", "cgroup", "limits", "fds"
 	Want string `json:"want"` // for people
 	Got  string `json:"got"`  // for people
-	OK   bool   `json:"ok"`
+	OK   bool   `json:"ok"`   // Got is as wanted
 }
 
 // OK reports whether every check holds; an empty posture does not.

@@ -21,7 +21,7 @@ func TestOrphans(t *testing.T) {
 	h := needBed(t).host
 	h.warm(t)
 	h.noLeaks(t)
-	id := string(session.NewID()) + "-1"
+	id := string(session.NewID().Sandbox(0)) // as slots are named
 	var ours, foreign []string
 	var parents []string
 	for _, controller := range []string{"cpu", "cpuacct", "memory", "pids"} {

@@ -91,7 +91,7 @@ func TestBadInput(t *testing.T) {
 		{"cp between machines", []string{"cp", "/a", "/b"}, 2, []string{"SESSION:PATH"}},
 		{"cp of nothing", []string{"cp", "/no/such/file", x.ID + ":/tmp/x"}, 1, []string{"/no/such/file"}},
 		{"cp out of nothing", []string{"cp", x.ID + ":/no/such/file", h.home}, 1, []string{"/no/such/file"}},
-		{"cp of a device", []string{"cp", x.ID + ":/dev/zero", h.home}, 1, []string{"/dev/zero", "not a regular file"}},
+		{"cp of a device", []string{"cp", x.ID + ":/dev/zero", h.home}, 1, []string{"/dev/zero", "neither a regular file nor a directory"}},
 		{"an image that is none", []string{"template", "build", "--name", "x", "--tarball", file("x.tar", "not a tarball at all\n")}, 1, []string{"x.tar"}},
 		{"a tar that is none", []string{"template", "build", "--name", "x", "--tar", file("y.tar", strings.Repeat("nonsense", 1000))}, 1, []string{"y.tar"}},
 		{"a layout that is none", []string{"template", "build", "--name", "x", "--layout", h.home}, 1, []string{h.home}},

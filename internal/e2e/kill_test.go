@@ -250,9 +250,13 @@ func settled(t *testing.T, s *server, tag string) []client.SessionInfo {
 var sandboxFile = regexp.MustCompile(`/(runsc-)?[a-z0-9]{20}(-[0-9]+)?([./_]|$)`)
 
 // onlyOf checks that the host has exactly the sandboxes of these sessions.
-func (s *server) onlyOf(t *testing.T, ids ...string) {
+func (s *server) onlyOf(t *testing.T, sessions ...string) {
 	t.Helper()
 	eventually(t, 15*time.Second, func() error {
+		ids := slices.Clone(sessions) // names on the host: of sessions, and of their slots
+		for _, id := range sessions {
+			ids = append(ids, s.h.slots(t, id)...)
+		}
 		found, err := leakcheck.Take(s.h.where())
 		if err != nil {
 			return err
@@ -282,8 +286,8 @@ func (s *server) onlyOf(t *testing.T, ids ...string) {
 				sentries++
 			}
 		}
-		if sentries != len(ids) {
-			return fmt.Errorf("%d sentries for %d sessions", sentries, len(ids))
+		if sentries != len(sessions) {
+			return fmt.Errorf("%d sentries for %d sessions", sentries, len(sessions))
 		}
 		return nil
 	})

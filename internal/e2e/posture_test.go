@@ -75,15 +75,16 @@ func inspect(t *testing.T, h *host, x *client.Session) {
 		}
 		mine[ns] = to
 	}
+	slot := h.slot(t, x.ID)
 	processes := 0
 	for pid := range h.processes() {
 		group, err := os.ReadFile(fmt.Sprintf("/proc/%d/cgroup", pid))
-		if err != nil || !strings.Contains(string(group), x.ID) {
+		if err != nil || !strings.Contains(string(group), slot) {
 			continue
 		}
 		processes++
 		for _, controller := range []string{"cpu", "memory", "pids"} {
-			if in := inController(string(group), controller); in != "" && !strings.Contains(in, x.ID) {
+			if in := inController(string(group), controller); in != "" && !strings.Contains(in, slot) {
 				t.Errorf("process %d is in %s of controller %s", pid, in, controller)
 			}
 		}
@@ -166,11 +167,15 @@ func strangers(t *testing.T, h *host, sessions []*client.Session) {
 		t.Fatal(err)
 	}
 	defer f.Close()
+	slots := map[string]string{} // by session
+	for _, x := range sessions {
+		slots[x.ID] = h.slot(t, x.ID)
+	}
 	owner := map[string]string{} // inode → session
 	for s := bufio.NewScanner(f); s.Scan(); {
 		fields := strings.Fields(s.Text())
 		for _, x := range sessions {
-			if len(fields) == 8 && strings.Contains(fields[7], x.ID) {
+			if len(fields) == 8 && strings.Contains(fields[7], slots[x.ID]) {
 				owner["socket:["+fields[6]+"]"] = x.ID
 			}
 		}
@@ -189,7 +194,7 @@ func strangers(t *testing.T, h *host, sessions []*client.Session) {
 		}
 		for _, fd := range fds {
 			to, err := os.Readlink(fd)
-			if id := owner[to]; err == nil && id != "" && !strings.Contains(string(group), id) {
+			if id := owner[to]; err == nil && id != "" && !strings.Contains(string(group), slots[id]) {
 				t.Errorf("process %d of another session has the control socket of %s open", pid, id)
 			}
 		}

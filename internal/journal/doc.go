@@ -12,7 +12,7 @@
 //   - The history of a record is what it tells a process that takes up the
 //     work of an earlier one: which intents are open, which steps are done.
 //
-// The parts stand on a Store and on nothing of the rooms that use them:
+// The parts need a Store, and nothing of the packages that use them:
 //
 //	lifecycle ──▶ Flow ─┐                    ┌─▶ Store (session records)
 //	workload ───▶ Log ──┼──▶ Journal ────────┤

@@ -2,6 +2,7 @@ package journal
 
 import (
 	"context"
+	"errors"
 	"sync"
 
 	"bivy/internal/audit"
@@ -86,9 +87,8 @@ func (r *Recorder) begin(ctx context.Context, owner session.ID, generation uint3
 			outcome.Concludes, outcome.Ref = seq, e.Ref
 			late, cancel := context.WithTimeout(context.WithoutCancel(ctx), writeTime)
 			defer cancel()
-			if _, inSession := r.append(late, owner, generation, outcome); err == nil {
-				err = inSession
-			}
+			_, inSession := r.append(late, owner, generation, outcome)
+			err = errors.Join(err, inSession)
 		}
 		return err
 	}, nil

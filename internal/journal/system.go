@@ -47,8 +47,7 @@ type SystemRecord struct {
 	// since an outcome concludes an intent of its own segment.
 	open    int
 	refused map[refusal]*refusals
-	sealing bool // a segment is being sealed: new intents wait
-	sealed  *sync.Cond
+	sealing chan struct{} // while a segment is being sealed, which new intents wait for; closed when it is
 }
 
 // refusal is what refused requests are counted by.
@@ -56,6 +55,8 @@ type refusal struct {
 	action audit.Action
 	reason string
 	who    string // subject of the caller; empty when the caller is not known
+
+	decision audit.Decision // empty where nothing decided, as for a login
 }
 
 type refusals struct {
@@ -93,9 +94,7 @@ func NewSystemRecord(o SystemOptions) *SystemRecord {
 	if o.RefusedEvery == 0 {
 		o.RefusedEvery = time.Minute
 	}
-	s := &SystemRecord{o: o, log: o.Log, refused: map[refusal]*refusals{}}
-	s.sealed = sync.NewCond(&s.mu)
-	return s
+	return &SystemRecord{o: o, log: o.Log, refused: map[refusal]*refusals{}}
 }
 
 // Record makes a fact durable.
@@ -122,12 +121,9 @@ const writeTime = 10 * time.Second
 func (s *SystemRecord) Begin(ctx context.Context, intent audit.Entry) (conclude func(outcome audit.Entry) error, err error) {
 	intent = fillActor(intent)
 	intent.Outcome = audit.Pending
-	s.mu.Lock()
-	for s.sealing {
-		s.sealed.Wait()
+	if err := s.openIntent(ctx); err != nil {
+		return nil, err
 	}
-	s.open++
-	s.mu.Unlock()
 	closed := func() {
 		s.mu.Lock()
 		defer s.mu.Unlock()
@@ -151,14 +147,33 @@ func (s *SystemRecord) Begin(ctx context.Context, intent audit.Entry) (conclude 
 	}, nil
 }
 
+// openIntent counts an intent as open, once no segment is being sealed.
+func (s *SystemRecord) openIntent(ctx context.Context) error {
+	for {
+		s.mu.Lock()
+		sealing := s.sealing
+		if sealing == nil {
+			s.open++
+			s.mu.Unlock()
+			return nil
+		}
+		s.mu.Unlock()
+		select {
+		case <-sealing:
+		case <-ctx.Done():
+			return kind.Errorf(kind.Unavailable, "refused, because it cannot be recorded: a segment of the record of node %s is being sealed: %w", s.o.Node, ctx.Err())
+		}
+	}
+}
+
 // CountRefused counts a request that was refused. Refusals are told in one
 // event for each kind and period, so that a caller who tries without end
 // cannot fill the record.
-func (s *SystemRecord) CountRefused(a audit.Action, reason, who string) {
+func (s *SystemRecord) CountRefused(a audit.Action, reason, who string, d audit.Decision) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	now := s.o.Now()
-	key := refusal{a, reason, who}
+	key := refusal{a, reason, who, d}
 	r := s.refused[key]
 	if r == nil {
 		if len(s.refused) >= maxRefusals {
@@ -182,7 +197,7 @@ func (s *SystemRecord) flushRefused(ctx context.Context) error {
 	var errs []error
 	for key, r := range counted {
 		err := s.Record(ctx, audit.Entry{
-			Action: key.action, Outcome: audit.Refused,
+			Action: key.action, Outcome: audit.Refused, Decision: key.decision,
 			Payload: map[string]any{"reason": key.reason, "who": key.who, "count": r.count, "first": r.first.UTC(), "last": r.last.UTC()},
 		})
 		if err != nil {
@@ -205,13 +220,13 @@ func (s *SystemRecord) restore(key refusal, r *refusals) {
 	s.refused[key] = r
 }
 
-// Run seals segments, records refusals and signs heads until ctx ends, and
-// once more then.
+// Run seals segments, records refusals and signs heads until ctx ends. Then it
+// records the refusals that were counted since.
 func (s *SystemRecord) Run(ctx context.Context) {
 	tick := time.NewTicker(min(s.o.RefusedEvery, s.o.HeadsEvery, s.o.MaxAge))
 	defer tick.Stop()
 	var headsAt time.Time
-	var headsOf audit.Heads
+	var signed audit.Heads // as they are with the statement about them
 	for {
 		select {
 		case <-tick.C:
@@ -231,12 +246,12 @@ func (s *SystemRecord) Run(ctx context.Context) {
 		}
 		if now := s.o.Now(); now.Sub(headsAt) >= s.o.HeadsEvery {
 			headsAt = now
-			next, err := s.recordHeads(ctx, headsOf)
+			next, err := s.recordHeads(ctx, signed)
 			if err != nil && ctx.Err() == nil {
 				s.log.Error("signing the heads of the records", "error", err)
 			}
 			if err == nil {
-				headsOf = next
+				signed = next
 			}
 		}
 	}
@@ -259,17 +274,19 @@ func (s *SystemRecord) sealIfDue(ctx context.Context) error {
 // yet: then it is left for the next time.
 func (s *SystemRecord) sealSegment(ctx context.Context, last audit.Segment, why string) error {
 	s.mu.Lock()
-	if s.open > 0 {
+	if open := s.open; open > 0 {
 		s.mu.Unlock()
+		s.log.Warn("a segment of the record of the node is due, but is not sealed while an intent has no outcome", "segment", last.Number, "open", open)
 		return nil
 	}
-	s.sealing = true
+	done := make(chan struct{})
+	s.sealing = done
 	s.mu.Unlock()
 	defer func() {
 		s.mu.Lock()
 		defer s.mu.Unlock()
-		s.sealing = false
-		s.sealed.Broadcast()
+		s.sealing = nil
+		close(done)
 	}()
 	return s.o.Store.SealSegment(ctx, s.o.Node, func(h audit.Head, before audit.Heads) (audit.Seal, error) {
 		return s.o.Signing.Signer().SealSegment(h, before, audit.SegmentCloseout{
@@ -282,14 +299,15 @@ func (s *SystemRecord) sealSegment(ctx context.Context, last audit.Segment, why 
 }
 
 // recordHeads signs the heads of all records of the node and records the
-// statement, unless nothing was written since before. The statement in the
+// statement, unless nothing was written since before, which is what an earlier
+// call returned: the heads with its own statement. The statement in the
 // event leaves out the list of open records, of which it has the digest.
 func (s *SystemRecord) recordHeads(ctx context.Context, before audit.Heads) (audit.Heads, error) {
 	h, err := s.o.Store.Heads(ctx, s.o.Node)
 	if err != nil {
 		return before, err
 	}
-	if h.TreeRoot == before.TreeRoot && h.OpenDigest == before.OpenDigest {
+	if h.TreeRoot == before.TreeRoot && h.OpenDigest == before.OpenDigest && h.System == before.System {
 		return before, nil
 	}
 	compact := h
@@ -298,7 +316,17 @@ func (s *SystemRecord) recordHeads(ctx context.Context, before audit.Heads) (aud
 	if err != nil {
 		return before, err
 	}
-	return h, s.Record(ctx, audit.Entry{Action: audit.HeadsSigned, Outcome: audit.OK, Payload: map[string]any{"statement": statement}})
+	if err := s.Record(ctx, audit.Entry{Action: audit.HeadsSigned, Outcome: audit.OK, Payload: map[string]any{"statement": statement}}); err != nil {
+		return before, err
+	}
+	// What else is written between the two looks is missing from the
+	// statement, so the record of the node may only have grown by it.
+	now, err := s.o.Store.Heads(ctx, s.o.Node)
+	if err != nil || now.System.Seq != h.System.Seq+1 {
+		return h, err
+	}
+	h.System = now.System
+	return h, nil
 }
 
 // Head returns a signed statement of the heads of all records of the node, now.

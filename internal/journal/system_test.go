@@ -161,7 +161,7 @@ func TestOpenIntentKeepsTheSegmentOpen(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		s.CountRefused(audit.LoginRefused, "unknown key", "127.0.0.1")
+		s.CountRefused(audit.LoginRefused, "unknown key", "127.0.0.1", audit.Decision{})
 		s.until("a look at the segment", func() bool { return len(s.events()) > 3 || countRefused(s) > 0 })
 		if all := s.segments(); len(all) != 1 || !all[0].Sealed.IsZero() {
 			t.Errorf("segments with an open intent: %+v", all)
@@ -193,10 +193,10 @@ func countRefused(s *system) int {
 func TestRefusalsAreCountedAndBounded(t *testing.T) {
 	s := newSystem(t, nil)
 	for range 10_000 {
-		s.CountRefused(audit.LoginRefused, "unknown key", "127.0.0.1")
+		s.CountRefused(audit.LoginRefused, "unknown key", "127.0.0.1", audit.Decision{})
 	}
 	for n := range 1000 {
-		s.CountRefused(audit.LoginRefused, "unknown key", strings.Repeat("x", n))
+		s.CountRefused(audit.LoginRefused, "unknown key", strings.Repeat("x", n), audit.Decision{})
 	}
 	s.run(func() {}) // the last look records what was counted
 	if n := countRefused(s); n < 2 || n > 66 {
@@ -228,6 +228,18 @@ func TestHeadsAreSignedWhenSomethingWasWritten(t *testing.T) {
 			t.Fatal(err)
 		}
 		s.until("signed heads", func() bool { return signed() > 0 })
+		// The record of the node counts as much as those of sessions.
+		before := signed()
+		if err := s.Record(t.Context(), fact(1)); err != nil {
+			t.Fatal(err)
+		}
+		s.until("signed heads of what only the node wrote", func() bool { return signed() > before })
+		before = signed()
+		over := time.Now().Add(20 * time.Millisecond)
+		s.until("ten periods in which nobody writes", func() bool { return time.Now().After(over) })
+		if n := signed(); n > before+1 { // one more when the fact came while heads were being signed
+			t.Errorf("%d statements about nothing new", n-before)
+		}
 	})
 	statement, err := s.Head(t.Context(), admin)
 	if err != nil {

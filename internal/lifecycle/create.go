@@ -14,6 +14,7 @@ import (
 	"bivy/internal/kind"
 	"bivy/internal/sandbox"
 	"bivy/internal/session"
+	"bivy/internal/trace"
 	"bivy/internal/workgroup"
 	"bivy/internal/workload"
 )
@@ -232,11 +233,12 @@ func (c *creation) lease(ctx context.Context) (journal.Result, error) {
 }
 
 func (c *creation) start(ctx context.Context) (journal.Result, error) {
-	err := c.m.o.Node.Start(ctx, sandbox.Spec{
+	want := sandbox.Spec{
 		ID: c.s.SandboxID(), Owner: driver.Owner{Kind: driver.OwnedBySession, ID: string(c.s.ID)},
 		Session: c.s.Spec, Template: c.template, Deadline: c.s.Deadline,
-	})
-	return journal.Result{Facts: map[string]any{"sandbox": c.s.SandboxID()}}, err
+	}
+	err := c.m.o.Node.Start(ctx, want)
+	return journal.Result{Facts: map[string]any{"sandbox": want.ID, "from": c.m.o.Node.StartsFrom(want)}}, err
 }
 
 func (c *creation) inspect(ctx context.Context) (journal.Result, error) {
@@ -265,7 +267,7 @@ func (c *creation) inspect(ctx context.Context) (journal.Result, error) {
 func (c *creation) fail(ctx context.Context, cause error) (session.Session, error) {
 	m := c.m
 	m.failPoint("create.fail")
-	undoing, cancel := context.WithTimeout(m.work.Late(), m.b.Undo)
+	undoing, cancel := context.WithTimeout(trace.NewContext(m.work.Late(), trace.FromContext(ctx)), m.b.Undo)
 	defer cancel()
 	c.e.mu.Lock()
 	died := c.e.died
@@ -294,7 +296,7 @@ func (c *creation) fail(ctx context.Context, cause error) (session.Session, erro
 	c.e.mu.Lock()
 	c.e.stopCreate = nil
 	c.e.mu.Unlock()
-	req := endRequest{actor: c.s.Owner, reason: session.CreateFailed, detail: failureDetail(ctx, cause)}
+	req := endRequest{actor: c.s.Owner, trace: trace.FromContext(ctx), reason: session.CreateFailed, detail: failureDetail(ctx, cause)}
 	var facts []audit.Entry
 	if died != nil {
 		facts = died.facts

@@ -3,18 +3,16 @@ package lifecycle
 import (
 	"context"
 	"errors"
-	"fmt"
-	"maps"
 	"slices"
 	"sync"
-	"time"
 
 	"bivy/internal/access"
 	"bivy/internal/audit"
-	"bivy/internal/clip"
 	"bivy/internal/journal"
 	"bivy/internal/kind"
+	"bivy/internal/poll"
 	"bivy/internal/session"
+	"bivy/internal/trace"
 	"bivy/internal/workgroup"
 )
 
@@ -30,6 +28,7 @@ type EndRequest struct {
 type endRequest struct {
 	actor    session.Principal
 	decision audit.Decision // empty where nothing decided
+	trace    trace.ID       // of the request that asked for it; empty when none did
 	reason   session.Reason
 	detail   string
 }
@@ -74,7 +73,8 @@ func (m *Manager) End(ctx context.Context, req EndRequest) (session.Session, err
 		return s, kind.Errorf(kind.Conflict, "session %s is on node %s", req.ID, s.Node)
 	}
 	end := m.beginEnd(e, endRequest{
-		actor: req.Caller.Principal, decision: decision, reason: orRequested(req.Reason), detail: req.Detail,
+		actor: req.Caller.Principal, decision: decision, trace: trace.FromContext(ctx),
+		reason: orRequested(req.Reason), detail: req.Detail,
 	})
 	if end == nil {
 		return s, workgroup.StoppingError()
@@ -157,10 +157,11 @@ func (m *Manager) endLoop(e *managed, end *ending) {
 	case <-m.work.Late().Done():
 		return
 	}
+	ctx := trace.NewContext(m.work.Late(), end.req.trace)
 	flow := e.log.NewFlow(journal.FlowOptions{Name: "end", Actor: end.req.actor, Decision: end.req.decision, GoOn: true})
 	wait := m.b.RetryMin
 	for {
-		s, err := m.endOnce(m.work.Late(), e, end.req, flow)
+		s, err := m.endOnce(ctx, e, end.req, flow)
 		if err == nil {
 			m.drop(e)
 			end.report(s, nil, true)
@@ -175,11 +176,7 @@ func (m *Manager) endLoop(e *managed, end *ending) {
 		err = kind.Errorf(kind.Unavailable, "session %s is still ending: %w", e.id, err).
 			WithHint("it admits no work; ending is tried again until the sandbox is proved dead")
 		end.report(s, err, false)
-		timer := time.NewTimer(wait)
-		select {
-		case <-timer.C:
-		case <-m.work.Late().Done():
-			timer.Stop()
+		if poll.Sleep(ctx, wait) != nil {
 			return
 		}
 		wait = min(2*wait, m.b.RetryMax)
@@ -206,7 +203,7 @@ func (m *Manager) endOnce(ctx context.Context, e *managed, req endRequest, flow 
 	}
 	began := false
 	fence := func(ctx context.Context, intents []audit.Entry) (first uint64, err error) {
-		s, first, err = m.fence(ctx, e, req, flow, intents)
+		s, first, err = m.recordEnding(ctx, e, req, flow, intents)
 		began = err == nil
 		return first, err
 	}
@@ -225,142 +222,9 @@ func (m *Manager) endOnce(ctx context.Context, e *managed, req endRequest, flow 
 	return m.seal(ctx, e, s, flow)
 }
 
-// seal concludes what is left open and seals the record.
-func (m *Manager) seal(ctx context.Context, e *managed, s session.Session, flow *journal.Flow) (session.Session, error) {
-	if i := e.incarnation(); i != nil && !i.Drain(ctx, m.b.Drain) {
-		m.log.Warn("operations did not stop in time; the end records their outcomes as lost", "session", e.id, "outcomes", e.log.PendingCount())
-	}
-	left, err := e.log.TakeOver(ctx, "end")
-	if err != nil {
-		return s, err
-	}
-	flow.Outcomes = append(flow.Outcomes, left...)
-	ended := s
-	ended.State, ended.EndedAt = session.Ended, m.o.Now()
-	ended.Residuals, _ = flow.Residuals()
-	result := audit.Closed
-	if len(ended.Residuals) > 0 {
-		result = audit.ClosedWithResiduals
-	}
-	m.failPoint("end.seal.do")
-	var sealed session.Session
-	err = flow.Flush(ctx, func(ctx context.Context, entries []audit.Entry) (_ uint64, err error) {
-		sealed, err = m.o.Store.Seal(ctx, e.log.Fence(), ended, func(h audit.Head, before audit.Heads) (audit.Seal, error) {
-			return m.o.Signer.Seal(h, before, m.closeout(ended))
-		}, journal.Traced(ctx, entries)...)
-		return 0, err
-	}, flow.Entry(audit.SessionEnded, audit.OK, endedPayload{
-		Result: result, Reason: ended.Reason, Detail: ended.Detail, Residuals: ended.Residuals,
-	}))
-	if err != nil {
-		return s, fmt.Errorf("sealing the record: %w", err)
-	}
-	m.journal.Grown(e.id)
-	m.failPoint("end.seal.done")
-	return sealed, nil
-}
-
-// closeout is what the seal states about a session.
-func (m *Manager) closeout(s session.Session) audit.Closeout {
-	return audit.Closeout{
-		Session: s.ID, Owner: s.Owner, CreatedAt: s.CreatedAt, StartedAt: s.StartedAt, EndedAt: s.EndedAt, SealedAt: m.o.Now(),
-		Reason: s.Reason, Residuals: s.Residuals, SpecDigest: s.SpecDigest, Template: s.Template, Versions: m.o.Versions,
-	}
-}
-
-// endSteps is an end, in order, with the steps that exist. The writable layer
-// lives in the sandbox, so what changed is read while it is frozen, before it
-// is killed.
-func (m *Manager) endSteps(e *managed, s *session.Session) []journal.Step {
-	const never = "an end is never taken back"
-	within := func(d time.Duration, do func(context.Context) (journal.Result, error)) func(context.Context) (journal.Result, error) {
-		return func(ctx context.Context) (journal.Result, error) {
-			ctx, cancel := context.WithTimeout(ctx, d)
-			defer cancel()
-			return do(ctx)
-		}
-	}
-	return []journal.Step{
-		{Name: "shut", NoUndo: never, Do: within(m.b.Kill, func(ctx context.Context) (journal.Result, error) {
-			if i := e.incarnation(); i != nil {
-				i.Cut()
-			}
-			return orGone(m.o.Node.Shut(ctx, s.SandboxID()))
-		})},
-		{Name: "freeze", Joined: true, NoUndo: never, Do: within(m.b.Kill, func(ctx context.Context) (journal.Result, error) {
-			return orGone(m.o.Node.Freeze(ctx, s.SandboxID()))
-		})},
-		{Name: "measure", Joined: true, NoUndo: never, Do: within(measureTime, func(ctx context.Context) (journal.Result, error) {
-			return m.measure(ctx, s.SandboxID())
-		})},
-		{Name: "digest", Joined: true, NoUndo: never, Do: func(ctx context.Context) (journal.Result, error) {
-			if s.StartedAt.IsZero() {
-				return journal.Result{Facts: map[string]any{"skipped": "the session never ran"}}, nil
-			}
-			return m.workload.ListChanges(ctx, s.SandboxID())
-		}},
-		{Name: "kill", Must: true, NoUndo: never, Do: within(m.b.Kill, func(ctx context.Context) (journal.Result, error) {
-			return m.kill(ctx, s.SandboxID())
-		})},
-		{Name: "dispose", Joined: true, Must: true, NoUndo: never, Do: within(m.b.Kill, func(ctx context.Context) (journal.Result, error) {
-			return m.dispose(ctx, e.id)
-		})},
-		{Name: "release", Joined: true, NoUndo: never, Do: within(m.b.Kill, func(ctx context.Context) (journal.Result, error) {
-			return journal.Result{}, m.release(ctx, e.id)
-		})},
-	}
-}
-
-// measureTime bounds the last measurement of a sandbox.
-const measureTime = 2 * time.Second
-
-// measure records what the sandbox used in its life, and what it tried to
-// send. A sandbox that is gone took that with it, which is a fact.
-func (m *Manager) measure(ctx context.Context, id session.SandboxID) (journal.Result, error) {
-	s, err := m.o.Node.Stats(ctx, id)
-	if kind.Is(err, kind.NotFound) || kind.Is(err, kind.Unavailable) {
-		return journal.Result{Facts: map[string]any{"unknown": clip.Counted(err.Error(), journal.MaxErrorText)}}, nil
-	}
-	if err != nil {
-		return journal.Result{}, err
-	}
-	out := journal.Result{Facts: map[string]any{
-		"cpu_ms": s.CPU.Milliseconds(), "memory_peak_bytes": s.MemoryPeakBytes, "oom_kills": s.OOMKills,
-	}}
-	if s.OutboundRefused > 0 {
-		out.Entries = append(out.Entries, audit.Entry{
-			Action: audit.OutboundRefused, Outcome: audit.Refused, Object: sandboxObject(id), Payload: packetsPayload{Packets: s.OutboundRefused},
-		})
-	}
-	return out, nil
-}
-
-// kill has the node destroy the sandbox and tells whether this was the deed:
-// what the node destroyed before by itself is not claimed again.
-func (m *Manager) kill(ctx context.Context, id session.SandboxID) (journal.Result, error) {
-	removal, err := m.o.Node.Destroy(ctx, id)
-	if err != nil {
-		return journal.Result{}, err
-	}
-	facts := map[string]any{"found": removal.Found}
-	if removal.Earlier != "" {
-		facts["destroyed_before_by"] = clip.Counted(removal.Earlier, journal.MaxErrorText)
-	}
-	return journal.Result{Facts: facts}, nil
-}
-
-// orGone turns the absence of a sandbox, which is what an end wants, into a
-// fact.
-func orGone(err error) (journal.Result, error) {
-	if kind.Is(err, kind.NotFound) {
-		return journal.Result{Facts: map[string]any{"gone": true}}, nil
-	}
-	return journal.Result{}, err
-}
-
-// fence makes the end of the session durable, together with the first intents,
+// recordEnding makes the end of the session durable, together with the first intents,
 // and returns the sequence number of the first of them.
-func (m *Manager) fence(ctx context.Context, e *managed, req endRequest, flow *journal.Flow, intents []audit.Entry) (session.Session, uint64, error) {
+func (m *Manager) recordEnding(ctx context.Context, e *managed, req endRequest, flow *journal.Flow, intents []audit.Entry) (session.Session, uint64, error) {
 	if err := e.lock(ctx); err != nil {
 		return session.Session{}, 0, err
 	}
@@ -383,7 +247,7 @@ func (m *Manager) fence(ctx context.Context, e *managed, req endRequest, flow *j
 		next := s
 		next.State, next.Reason, next.Detail = session.Ending, req.reason, req.detail
 		before = append(slices.Clone(facts), flow.Entry(audit.SessionEnding, audit.OK, endingPayload{Reason: req.reason, Detail: req.detail}))
-		e.fenceSent = true
+		e.endingSent = true
 		var stored session.Session
 		if stored, first, err = m.transition(ctx, e.log.Fence(), next, append(slices.Clone(before), intents...)...); err == nil {
 			s = stored
@@ -400,7 +264,7 @@ func (m *Manager) fence(ctx context.Context, e *managed, req endRequest, flow *j
 // caller holds the row.
 func (m *Manager) carriedFacts(ctx context.Context, e *managed, s session.Session) ([]audit.Entry, error) {
 	carried := e.take()
-	if s.State == session.Ending && e.fenceSent {
+	if s.State == session.Ending && e.endingSent {
 		return nil, nil // they came with the change of state
 	}
 	facts, err := e.log.Unwritten(ctx, carried)
@@ -424,71 +288,4 @@ func (m *Manager) showStuck(ctx context.Context, e *managed, s session.Session, 
 		return first, err
 	})
 	return s, errors.Join(cause, err)
-}
-
-// dispose proves that nothing of the sandbox is left by looking again.
-func (m *Manager) dispose(ctx context.Context, id session.ID) (journal.Result, error) {
-	found, err := m.o.Node.List(ctx)
-	if err != nil {
-		return journal.Result{}, err
-	}
-	for _, f := range found {
-		if owner, _, err := f.ID.Split(); err == nil && owner == id {
-			return journal.Result{}, fmt.Errorf("sandbox %s is still on the host", f.ID)
-		}
-	}
-	return journal.Result{Facts: map[string]any{"state": "destroyed", "proof": "not on the host"}}, nil
-}
-
-// releaseTries is how often a template's lease is given back before that
-// becomes a residual and the sweep's business.
-const releaseTries = 3
-
-func (m *Manager) release(ctx context.Context, id session.ID) error {
-	wait := m.b.RetryMin
-	for try := 1; ; try++ {
-		err := m.o.Templates.Release(ctx, string(id))
-		if err == nil {
-			return nil
-		}
-		if try == releaseTries || ctx.Err() != nil {
-			m.mu.Lock()
-			m.unreleased[id] = true
-			m.mu.Unlock()
-			return err
-		}
-		timer := time.NewTimer(wait)
-		select {
-		case <-timer.C:
-		case <-ctx.Done():
-			timer.Stop()
-		}
-		wait *= 2
-	}
-}
-
-// releaseOverdue gives back the leases of ended sessions that could not be
-// given back at their end.
-func (m *Manager) releaseOverdue(ctx context.Context) error {
-	m.mu.Lock()
-	overdue := slices.Collect(maps.Keys(m.unreleased))
-	m.mu.Unlock()
-	var errs []error
-	for _, id := range overdue {
-		if err := m.o.Templates.Release(ctx, string(id)); err != nil {
-			errs = append(errs, fmt.Errorf("template lease of session %s: %w", id, err))
-			continue
-		}
-		// The seal names the lease as a residual; that it is given back after
-		// all is an addendum.
-		err := m.addFact(ctx, id, audit.Entry{Action: audit.LeaseReleased, Outcome: audit.OK, Actor: journal.System, Object: "template"})
-		if err != nil {
-			errs = append(errs, fmt.Errorf("template lease of session %s: %w", id, err))
-			continue
-		}
-		m.mu.Lock()
-		delete(m.unreleased, id)
-		m.mu.Unlock()
-	}
-	return errors.Join(errs...)
 }

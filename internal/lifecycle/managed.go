@@ -22,9 +22,9 @@ type managed struct {
 	// row is held while the session's row is read and changed, and for no
 	// longer than that.
 	row chan struct{}
-	// fenceSent: the change to Ending was sent to the store, with what was
+	// endingSent: the change to Ending was sent to the store, with what was
 	// carried then. Guarded by row.
-	fenceSent bool
+	endingSent bool
 
 	// created closes, by createOver, when no create of the session is in
 	// progress any more.

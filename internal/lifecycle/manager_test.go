@@ -40,6 +40,9 @@ func TestALife(t *testing.T) {
 	if want := []string{"resolve", "queue", "record", "lease", "start", "bind", "posture", "record"}; !slices.Equal(phases, want) {
 		t.Errorf("phases: %v, want %v", phases, want)
 	}
+	if got := strings.Join(w.entries(s.ID, "create.start"), "\n"); !strings.Contains(got, `"from":"image"`) {
+		t.Errorf("what the sandbox was made of: %s", got)
+	}
 	out, exit := d.run(s.ID, "echo $GREETING; echo oops >&2; exit 3")
 	if !strings.Contains(out, "hello\n") || !strings.Contains(out, "oops\n") || exit.Code != 3 {
 		t.Errorf("out %q, exit %+v", out, exit)

@@ -20,7 +20,7 @@ func (m *Manager) handleNotice(n sandbox.Notice) {
 	}
 	e := m.find(id)
 	if e == nil {
-		return // ended already, or an orphan: the sweep's business
+		return // it has ended, or it is an orphan, which the sweep removes
 	}
 	i := e.incarnation()
 	if i == nil || i.ID() != n.ID {

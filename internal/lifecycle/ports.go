@@ -72,33 +72,45 @@ type Node interface {
 	workload.Node
 
 	// Start makes a sandbox; it is known to Recover from the moment any part
-	// of it exists.
+	// of it exists. It fails with Conflict when the sandbox is on this node
+	// already. A Start that fails leaves nothing, or what List shows and
+	// Destroy removes.
 	Start(ctx context.Context, want sandbox.Spec) error
+	// StartsFrom says what Start makes a sandbox of: "snapshot" or "image".
+	StartsFrom(want sandbox.Spec) string
 	// Bind waits for the agent inside and gives it identity, environment,
-	// clock and token.
+	// clock and token. It may be repeated. It fails with Invalid, field user,
+	// for a user that the template does not have, and with Unavailable when the
+	// agent does not answer before ctx ends.
 	Bind(ctx context.Context, id session.SandboxID) error
 	// Inspect is the posture check from outside; a node without an inspector
 	// returns a posture that says so and is OK only for drivers that claim no
 	// isolation.
 	Inspect(ctx context.Context, id session.SandboxID) (driver.Posture, error)
-	// Shut refuses new connections into the sandbox and cuts open ones.
+	// Shut refuses new connections into the sandbox and cuts open ones; nothing
+	// opens it again. It may be repeated, and fails with NotFound for a sandbox
+	// that is not known.
 	Shut(ctx context.Context, id session.SandboxID) error
-	// Freeze pauses the sandbox where the driver can; else it does nothing.
+	// Freeze pauses the sandbox if the driver can; otherwise it does nothing.
+	// It may be repeated, and fails with NotFound for a sandbox that does not
+	// run.
 	Freeze(ctx context.Context, id session.SandboxID) error
 	// Destroy kills the sandbox, proves its death and removes all of it. It
 	// tells what it found: nothing is there when the node, or an earlier call,
-	// has destroyed it before.
+	// has destroyed it before. It may be repeated, also for a sandbox that is
+	// not known; when it fails, the sandbox stays in List.
 	Destroy(ctx context.Context, id session.SandboxID) (sandbox.Removal, error)
 	// SetDeadline moves the moment at which the node tells that the sandbox's
 	// time is up and, a while later, destroys it by itself, whatever else is
 	// dead or alive. It is a distance from now, not a date: moving the wall
-	// clock changes nothing. Setting the same moment again changes nothing.
+	// clock changes nothing. Setting the same moment again changes nothing; the
+	// zero time means no deadline.
 	SetDeadline(id session.SandboxID, at time.Time) error
 	// Recover takes back the sandboxes of earlier processes and reports every
 	// one found on the host; called once, before any Start.
 	Recover(ctx context.Context) ([]sandbox.Recovered, error)
 	// Notices tells of sandboxes that stopped, passed their deadline or lost a
-	// process to their memory limit. A notice is a reason to look: what is
+	// process to their memory limit. It has one reader and is never closed. A notice is a reason to look: what is
 	// true is in List and Stats.
 	Notices() <-chan sandbox.Notice
 	// List is what is on the host now.

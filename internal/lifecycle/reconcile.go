@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"time"
 
 	"bivy/internal/audit"
 	"bivy/internal/driver"
@@ -35,9 +36,7 @@ func (m *Manager) reconcile(ctx context.Context) error {
 		if err := m.recover(ctx, s, r); err != nil {
 			return fmt.Errorf("session %s: %w", s.ID, err)
 		}
-		if wanted(s.State) {
-			delete(here, s.SandboxID())
-		}
+		delete(here, s.SandboxID())
 	}
 	for id, r := range here {
 		if r.Owner.Kind == driver.OwnedBySession || r.Owner.Kind == "" {
@@ -45,18 +44,6 @@ func (m *Manager) reconcile(ctx context.Context) error {
 		}
 	}
 	return nil
-}
-
-// wanted reports whether a session in this state may have a sandbox: one that
-// is found is then the session's own business.
-func wanted(s session.State) bool {
-	switch s {
-	case session.Creating, session.Running, session.Pausing, session.Standby, session.Resuming, session.Quarantined, session.Ending:
-		return true
-	case session.Ended:
-		return false
-	}
-	return false
 }
 
 // recover decides what becomes of one session of an earlier process. r is its
@@ -69,19 +56,25 @@ func (m *Manager) recover(ctx context.Context, s session.Session, r sandbox.Reco
 		return m.endRecovered(ctx, e, endRequest{actor: journal.System, reason: session.CreateFailed, detail: "bivy stopped while the session was being created"})
 	case session.Running:
 		if r.Running {
-			return m.resume(ctx, e, s, r)
+			return m.takeBack(ctx, e, s, r)
 		}
 		return m.endRecovered(ctx, e, m.lostSandbox(s))
 	case session.Pausing, session.Resuming:
 		// Between two states: with its sandbox it runs on, without it is lost.
 		if r.Running {
-			return m.resumeRunning(ctx, e, s, r)
+			return m.takeBack(ctx, e, s, r)
 		}
 		return m.endRecovered(ctx, e, m.lostSandbox(s))
 	case session.Standby, session.Quarantined:
-		// It admits no work, and what it has is kept: on standby no sandbox is
-		// expected, in quarantine nothing is destroyed.
-		return nil
+		// It admits no work, and what it has is kept, also past its deadline.
+		if !r.Running {
+			return nil
+		}
+		err := m.o.Node.SetDeadline(s.SandboxID(), time.Time{})
+		if kind.Is(err, kind.NotFound) {
+			err = nil // it stopped meanwhile
+		}
+		return err
 	case session.Ending: // goes on for the reason that it has
 		return m.endRecovered(ctx, e, endRequest{actor: journal.System, reason: s.Reason, detail: s.Detail})
 	case session.Ended:
@@ -112,9 +105,11 @@ func (m *Manager) endRecovered(ctx context.Context, e *managed, req endRequest) 
 	return nil
 }
 
-// resume takes a running session back: it says so in the record, admits
-// callers and follows its commands again.
-func (m *Manager) resume(ctx context.Context, e *managed, s session.Session, r sandbox.Recovered) error {
+// takeBack goes on with a session whose sandbox runs: it says so in the
+// record, admits callers and follows its commands again. An earlier process
+// may have been moving it between running and standby; with its sandbox it is
+// running.
+func (m *Manager) takeBack(ctx context.Context, e *managed, s session.Session, r sandbox.Recovered) error {
 	var (
 		h journal.History
 		w workload.History
@@ -133,7 +128,15 @@ func (m *Manager) resume(ctx context.Context, e *managed, s session.Session, r s
 		})
 	}
 	entries = append(entries, w.Lost(h.OpenExcept(""), false)...)
-	if _, err := m.journal.Append(ctx, s.ID, s.Fence(), entries...); err != nil {
+	var err error
+	if s.State == session.Running {
+		_, err = m.journal.Append(ctx, s.ID, s.Fence(), entries...)
+	} else {
+		next := s
+		next.State = session.Running
+		s, _, err = m.transition(ctx, s.Fence(), next, entries...)
+	}
+	if err != nil {
 		return err
 	}
 	if err := m.o.Node.SetDeadline(s.SandboxID(), s.Deadline); err != nil && !kind.Is(err, kind.NotFound) {
@@ -145,22 +148,6 @@ func (m *Manager) resume(ctx context.Context, e *managed, s session.Session, r s
 	}
 	i.Resume(&w)
 	return nil
-}
-
-// resumeRunning takes back a session that an earlier process was moving
-// between running and standby when it stopped: its sandbox runs, so that the
-// session does.
-func (m *Manager) resumeRunning(ctx context.Context, e *managed, s session.Session, r sandbox.Recovered) error {
-	next := s
-	next.State = session.Running
-	stored, _, err := m.transition(ctx, s.Fence(), next, audit.Entry{
-		Action: audit.SandboxRecovered, Outcome: audit.OK, Actor: journal.System, Object: sandboxObject(s.SandboxID()),
-		Payload: recoveredPayload{Relinked: r.Relinked},
-	})
-	if err != nil {
-		return err
-	}
-	return m.resume(ctx, e, stored, r)
 }
 
 // removeOrphan destroys a sandbox that no session owns. What cannot be
@@ -198,8 +185,8 @@ func (m *Manager) destroyOrphan(ctx context.Context, id session.SandboxID, why s
 }
 
 // sweep compares again, both ways. The sandboxes are listed first: a session
-// is recorded before its sandbox is made, so one that has no session now
-// never had, or has lost it.
+// is recorded before its sandbox is made, so a
+// listed sandbox without a session is an orphan.
 func (m *Manager) sweep(ctx context.Context) error {
 	found, err := m.o.Node.List(ctx)
 	if err != nil {
@@ -216,9 +203,7 @@ func (m *Manager) sweep(ctx context.Context) error {
 	errs := []error{m.releaseOverdue(ctx)}
 	for _, s := range live {
 		f := here[s.SandboxID()]
-		if wanted(s.State) {
-			delete(here, s.SandboxID())
-		}
+		delete(here, s.SandboxID())
 		if e := m.find(s.ID); e != nil { // else it ended between the two looks
 			errs = append(errs, m.sweepSession(ctx, e, s, f))
 		}
@@ -242,7 +227,7 @@ func (m *Manager) sweep(ctx context.Context) error {
 func (m *Manager) sweepSession(ctx context.Context, e *managed, s session.Session, f driver.Found) error {
 	switch s.State {
 	case session.Creating:
-		return nil // its create holds it, and ends it if need be
+		return nil // the create in progress ends it if it fails
 	case session.Running:
 		err := errors.Join(e.log.WritePending(ctx), m.setLateDeadline(ctx, e))
 		if !f.Running {
@@ -250,7 +235,7 @@ func (m *Manager) sweepSession(ctx context.Context, e *managed, s session.Sessio
 		}
 		return err
 	case session.Pausing, session.Resuming:
-		return e.log.WritePending(ctx) // the change in progress holds it
+		return e.log.WritePending(ctx) // the change in progress decides
 	case session.Standby:
 		return nil // it has no sandbox, and needs none
 	case session.Quarantined:
@@ -264,7 +249,7 @@ func (m *Manager) sweepSession(ctx context.Context, e *managed, s session.Sessio
 	return kind.Errorf(kind.Internal, "session %s: state %q is not known", s.ID, s.State)
 }
 
-// crashed ends a session whose sandbox is not there although nothing told so.
+// crashed ends a session whose sandbox is gone although no notice said so.
 // The list may have been read before the session's sandbox was made or while
 // it was ending, so it is looked at again.
 func (m *Manager) crashed(ctx context.Context, e *managed, id session.SandboxID) {

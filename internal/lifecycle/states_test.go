@@ -150,6 +150,7 @@ func TestEveryStateAtARestart(t *testing.T) {
 		}
 		t.Run(name, func(t *testing.T) {
 			w := newWorld(t)
+			w.grace = 5 * time.Millisecond
 			d := w.start()
 			s := d.create()
 			d.stop()
@@ -168,6 +169,9 @@ func TestEveryStateAtARestart(t *testing.T) {
 			if now, err := d.Get(t.Context(), alice, s.ID); err != nil || now.State != c.want {
 				t.Errorf("after two sweeps: %s, %v; want %s", now.State, err, c.want)
 			}
+			if n := w.count(s.ID, audit.SandboxRecovered); c.want == session.Running && n != 1 {
+				t.Errorf("the record tells %d recoveries, not one", n)
+			}
 			if c.want == session.Running {
 				if got, _ := d.run(s.ID, "echo on"); got != "on\n" {
 					t.Errorf("in the session: %q", got)
@@ -180,6 +184,33 @@ func TestEveryStateAtARestart(t *testing.T) {
 			w.checkNothingLeft()
 		})
 	}
+}
+
+// A session in quarantine keeps its sandbox past its deadline.
+func TestQuarantineOutlivesTheDeadline(t *testing.T) {
+	w := newWorld(t)
+	w.grace = time.Millisecond
+	d := w.start()
+	s := d.create()
+	if _, err := d.SetTimeout(t.Context(), alice, s.ID, 1); err != nil {
+		t.Fatal(err)
+	}
+	s, err := d.Get(t.Context(), alice, s.ID)
+	if err != nil {
+		t.Fatal(err)
+	}
+	d.stop()
+	w.move(s, session.Quarantined)
+	d = w.start(func(o *lifecycle.Options) { o.Bounds.Sweep = 50 * time.Millisecond })
+	past := s.Deadline.Add(10 * w.grace) // the node would have destroyed it
+	waitFor(t, func() bool { return time.Now().After(past) })
+	d.counted("Node.List", 3)
+	if found, err := d.driver.List(t.Context()); err != nil || len(found) != 1 {
+		t.Errorf("sandboxes: %+v, %v; want the one in quarantine", found, err)
+	}
+	d.end(s.ID)
+	w.checkEnded(d, s.ID, session.Requested)
+	w.checkNothingLeft()
 }
 
 // A sandbox that belongs to a pool is no orphan: neither the start nor a sweep
@@ -359,7 +390,7 @@ func TestDecisionAndTraceAreRecorded(t *testing.T) {
 		if decided[ev.Action] && (ev.Decision.Verdict != audit.Allow || !strings.HasPrefix(ev.Decision.Policy, "sha256:")) {
 			t.Errorf("%s: decision %+v", ev.Action, ev.Decision)
 		}
-		if (ev.Action == audit.SessionCreated || ev.Action == audit.CommandIntent || ev.Action == audit.CommandEnded) && ev.Trace != id {
+		if ev.Trace != id {
 			t.Errorf("%s: trace %q, want %q", ev.Action, ev.Trace, id)
 		}
 		if ev.Node != "here" || ev.Generation != 1 {

@@ -40,7 +40,8 @@ type world struct {
 	templates *templates
 	signer    *audit.Signer
 	boot      string
-	grace     time.Duration // of the node, after a deadline; 0: the node's default
+	wrap      func(lifecycle.Node) lifecycle.Node // nil: the node as it is
+	grace     time.Duration                       // of the node, after a deadline; 0: the node's default
 }
 
 func newWorld(t testing.TB) *world {
@@ -312,6 +313,9 @@ func (w *world) launchWith(f *faults, change ...func(*lifecycle.Options)) *daemo
 		w.t.Fatal(err)
 	}
 	o.Node = faultyNode{n, f}
+	if w.wrap != nil {
+		o.Node = w.wrap(o.Node)
+	}
 	m, err := lifecycle.New(o)
 	if err != nil {
 		w.t.Fatal(err)

@@ -75,16 +75,6 @@ type Options struct {
 	Log      *slog.Logger // nil: discard
 }
 
-// Pair makes a wire of this process, for tests: the guest's end as a file and
-// the host's as a descriptor for Open. Sandboxes make their own.
-func Pair() (guest *os.File, host int, err error) {
-	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, 0)
-	if err != nil {
-		return nil, -1, fmt.Errorf("socket pair for the link: %w", err)
-	}
-	return os.NewFile(uintptr(fds[0]), "link guest end"), fds[1], nil
-}
-
 // Widen gives one end of a wire the send buffer it needs. The kernel's default
 // holds three packets, and a full wire drops: TCP would crawl at the pace of
 // its retransmissions. Without CAP_NET_ADMIN the host's maximum has to do.

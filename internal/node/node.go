@@ -16,16 +16,20 @@ import (
 	"bivy/internal/guest/wire"
 	"bivy/internal/hostclock"
 	"bivy/internal/kind"
+	"bivy/internal/poll"
 	"bivy/internal/sandbox"
 	"bivy/internal/session"
 )
 
 // Recorder writes down what the node does by itself.
 type Recorder interface {
-	// Record makes the entry durable in the record that the sandbox belongs
-	// to and returns its sequence number there. When it fails the node does
-	// not do what the entry announces.
-	Record(ctx context.Context, id session.SandboxID, e audit.Entry) (seq uint64, err error)
+	// Record makes e durable in the record of the node and, unless that is
+	// sealed, in the record of the sandbox's session. For an intent it returns
+	// a number, not 0, that the outcome names in Concludes; for other events 0.
+	// The number is valid in this process only. When Record fails the node does
+	// not do what e announces. An intent is concluded once; a second outcome
+	// fails with Invalid.
+	Record(ctx context.Context, id session.SandboxID, e audit.Entry) (number uint64, err error)
 }
 
 // Options are what a Node is made of. Dir, Driver and Recorder are required.
@@ -90,7 +94,7 @@ type entry struct {
 	client     *guestclient.Client
 	kills      int64
 
-	// intent is the sequence number of the recorded intent to destroy it by
+	// intent is the Recorder's number of the recorded intent to destroy it by
 	// the node's own decision, 0 while there is none. It stays open while a
 	// destroy that failed is tried again.
 	intent uint64
@@ -279,6 +283,14 @@ func (n *Node) Start(ctx context.Context, want sandbox.Spec) error {
 	return nil
 }
 
+// StartsFrom says what Start makes a sandbox of: "snapshot" or "image".
+func (n *Node) StartsFrom(want sandbox.Spec) string {
+	if want.StartRequest(n.o.HostCPUs).Snapshot != nil {
+		return "snapshot"
+	}
+	return "image"
+}
+
 // undoTime bounds the clearing away after a Start that failed.
 const undoTime = 20 * time.Second
 
@@ -327,27 +339,25 @@ const (
 )
 
 func (n *Node) awaitAgent(ctx context.Context, e *entry, c *guestclient.Client) error {
-	for wait := firstTry; ; wait = min(2*wait, lastTry) {
+	err := poll.Until(ctx, poll.Delays{First: firstTry, Max: lastTry}, func() (done bool, err error) {
 		try, cancel := context.WithTimeout(ctx, tryTime)
-		err := c.Health(try)
+		err = c.Health(try)
 		cancel()
 		if err == nil {
-			return nil
+			return true, nil
 		}
 		e.mu.Lock()
 		up := e.up
 		e.mu.Unlock()
 		if !up {
-			return kind.Errorf(kind.Unavailable, "the sandbox stopped: %w", err)
+			return true, fmt.Errorf("the sandbox stopped: %w", err)
 		}
-		timer := time.NewTimer(wait)
-		select {
-		case <-timer.C:
-		case <-ctx.Done():
-			timer.Stop()
-			return kind.Errorf(kind.Unavailable, "%w; last: %w", ctx.Err(), err)
-		}
+		return false, err
+	})
+	if err != nil {
+		return kind.Errorf(kind.Unavailable, "%w", err)
 	}
+	return nil
 }
 
 // Inspect is the posture check from outside.

@@ -319,7 +319,6 @@ func TestRecoverOddities(t *testing.T) {
 	n, d := w.node(t)
 	gone := mustStart(t, n, want(time.Time{}))
 	torn := mustStart(t, n, want(time.Time{}))
-	newer := mustStart(t, n, want(time.Time{}))
 	unclear := mustStart(t, n, want(time.Time{}))
 	n.quit()
 	if err := d.Destroy(t.Context(), gone); err != nil {
@@ -332,7 +331,6 @@ func TestRecoverOddities(t *testing.T) {
 		}
 	}
 	write(string(torn)+".json", `{"version":1,"sand`)
-	write(string(newer)+".json", `{"version":99,"sandbox":"`+string(newer)+`"}`)
 	intent := session.NewID().Sandbox(1)
 	write(string(intent)+".json", `{"version":1,"sandbox":"`+string(intent)+`"}`)
 	write(".durable-123", "half")
@@ -352,7 +350,7 @@ func TestRecoverOddities(t *testing.T) {
 		t.Error(err)
 	}
 	// What the node destroyed by itself is recorded, and reported to a caller that asks.
-	for id, why := range map[session.SandboxID]string{torn: "unexpected end of JSON input", newer: "it has version 99, and this build reads up to 1"} {
+	for id, why := range map[session.SandboxID]string{torn: "unexpected end of JSON input"} {
 		why = "its handle file does not read: " + why
 		w.wantRecord(t, id, "sandbox.destroy.intent pending: "+why, "sandbox.destroyed ok: "+why)
 		if got, err := n2.Destroy(t.Context(), id); err != nil || got != (sandbox.Removal{Earlier: "node: " + why}) {
@@ -366,6 +364,52 @@ func TestRecoverOddities(t *testing.T) {
 	if left := files(t, w.dir); len(left) != 1 || left[0] != "README" {
 		t.Errorf("files left: %v", left)
 	}
+}
+
+// TestRecoverRefusesNewerHandles: an older build does not touch the sandboxes
+// of a newer one.
+func TestRecoverRefusesNewerHandles(t *testing.T) {
+	w := newWorld(t)
+	n, _ := w.node(t)
+	id := mustStart(t, n, want(time.Time{}))
+	n.quit()
+	text := `{"version":99,"sandbox":"` + string(id) + `","more":true}`
+	if err := os.WriteFile(n.path(id), []byte(text), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	n, _ = w.node(t)
+	defer n.quit()
+	_, err := n.Recover(t.Context())
+	if !kind.Is(err, kind.Conflict) || !strings.Contains(err.Error(), "version 99") || !strings.Contains(err.Error(), "up to 1") {
+		t.Errorf("Recover: %v", err)
+	}
+	if found, err := n.List(t.Context()); err != nil || len(found) != 1 {
+		t.Errorf("List: %+v, %v", found, err)
+	}
+	if now, err := os.ReadFile(n.path(id)); err != nil || string(now) != text {
+		t.Errorf("the handle file is %s now, %v", now, err)
+	}
+}
+
+// TestRecoverOfStoppedRetries: where the destroy fails, its intent stays open
+// until a later one concludes it.
+func TestRecoverOfStoppedRetries(t *testing.T) {
+	w := newWorld(t)
+	n, _ := w.node(t)
+	id := mustStart(t, n, want(time.Time{}))
+	n.quit()
+	w.host.Kill(id, 1, 0)
+	n, d := w.node(t)
+	defer n.quit()
+	d.Script(fake.Fault{Method: "Destroy", Sandbox: id, Mode: fake.FailBefore})
+	if got, err := n.Recover(t.Context()); err != nil || len(got) != 1 {
+		t.Errorf("Recover: %+v, %v; want a leftover", got, err)
+	}
+	if _, err := n.Destroy(t.Context(), id); err != nil {
+		t.Fatal(err)
+	}
+	const why = "it stopped while no server ran"
+	w.wantRecord(t, id, "sandbox.destroy.intent pending: "+why, "sandbox.destroyed failed: "+why)
 }
 
 // TestRecoverOfStopped: a sandbox that stopped while no server ran is recorded

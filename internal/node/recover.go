@@ -140,7 +140,7 @@ func (n *Node) clear(ctx context.Context, r sandbox.Recovered, there bool, why s
 	}
 	if err := n.removeRecorded(ctx, e, why); err != nil {
 		n.log.Error("destroying a sandbox that cannot be recovered", "sandbox", r.ID, "error", err)
-		n.forget(e)
+		// It stays known, with its open intent, which its destroy concludes.
 		return r, true, nil
 	}
 	return r, false, nil

@@ -18,6 +18,7 @@ import (
 
 	"bivy/internal/driver"
 	"bivy/internal/durable"
+	"bivy/internal/kind"
 	"bivy/internal/sandbox"
 	"bivy/internal/session"
 )
@@ -193,7 +194,12 @@ func (n *Node) readAll() ([]saved, error) {
 			return nil, err
 		}
 		var file saved
-		if why := decode(b, id, &file); why != "" {
+		why := decode(b, id, &file)
+		if file.Version > savedVersion {
+			return nil, kind.Errorf(kind.Conflict, "the handle file of sandbox %s has version %d, and this build reads up to %d", id, file.Version, savedVersion).
+				WithHint("start the newer build of bivy that wrote it, or end its sessions with that build first")
+		}
+		if why != "" {
 			file = saved{Version: savedVersion, Sandbox: id, unreadable: why}
 		}
 		all = append(all, file)
@@ -209,8 +215,8 @@ func decode(b []byte, id session.SandboxID, file *saved) (why string) {
 		return err.Error()
 	case file.Sandbox != id:
 		return fmt.Sprintf("it is for sandbox %.64q", string(file.Sandbox))
-	case file.Version < 1 || file.Version > savedVersion:
-		return fmt.Sprintf("it has version %d, and this build reads up to %d", file.Version, savedVersion)
+	case file.Version < 1:
+		return fmt.Sprintf("it has version %d, and the first is 1", file.Version)
 	}
 	return ""
 }

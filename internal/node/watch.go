@@ -7,6 +7,7 @@ import (
 
 	"bivy/internal/driver"
 	"bivy/internal/kind"
+	"bivy/internal/poll"
 	"bivy/internal/sandbox"
 	"bivy/internal/session"
 )
@@ -33,11 +34,7 @@ func (n *Node) watch(e *entry) {
 				return
 			}
 			n.log.Error("waiting for a sandbox", "sandbox", e.id, "error", err)
-			timer := time.NewTimer(n.o.Tick)
-			select {
-			case <-timer.C:
-			case <-n.base.Done():
-				timer.Stop()
+			if poll.Sleep(n.base, n.o.Tick) != nil {
 				return
 			}
 		}

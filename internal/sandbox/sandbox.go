@@ -16,11 +16,11 @@ import (
 
 // Spec describes one wanted sandbox.
 type Spec struct {
-	ID       session.SandboxID
-	Owner    driver.Owner
-	Session  session.Spec // defaulted and valid
-	Template Template
-	Deadline time.Time // when the node sends the notice that its time is up; zero: never
+	ID       session.SandboxID // which sandbox
+	Owner    driver.Owner      // whose it is
+	Session  session.Spec      // defaulted and valid
+	Template Template          // what it starts from
+	Deadline time.Time         // when the node sends the notice that its time is up; zero: never
 }
 
 // AgentSearchPath is the PATH of the agent, which its commands start from.
@@ -93,10 +93,10 @@ type Template struct {
 
 // Recovered is one sandbox found when a node starts.
 type Recovered struct {
-	ID       session.SandboxID
-	Owner    driver.Owner
-	Running  bool // taken back; false: only leftovers, which are to be destroyed
-	Relinked bool // connections into it ended with the earlier process
+	ID       session.SandboxID // which sandbox
+	Owner    driver.Owner      // whose it is
+	Running  bool              // taken back; false: only leftovers, which are to be destroyed
+	Relinked bool              // connections into it ended with the earlier process
 }
 
 // Removal says what a node found when it was asked to destroy a sandbox.
@@ -109,9 +109,9 @@ type Removal struct {
 // again: it is a reason to look, and what is true is what the node lists and
 // measures.
 type Notice struct {
-	ID       session.SandboxID
-	Stopped  bool // by itself; Exit says how
-	Exit     driver.Exit
-	Deadline bool  // it is past its deadline
-	OOMKills int64 // processes that its memory limit has killed so far; 0: none, or not known
+	ID       session.SandboxID // which sandbox
+	Stopped  bool              // by itself; Exit says how
+	Exit     driver.Exit       // how it stopped
+	Deadline bool              // it is past its deadline
+	OOMKills int64             // processes that its memory limit has killed so far; 0: none, or not known
 }

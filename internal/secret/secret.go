@@ -37,9 +37,6 @@ func (v Value) Reveal() string {
 	return v.plain()
 }
 
-// IsEmpty reports whether the plaintext is empty.
-func (v Value) IsEmpty() bool { return v.Reveal() == "" }
-
 // Equal reports whether both plaintexts are the same. Its duration depends
 // neither on where they differ nor, because hashes are compared, on how much of
 // them is equal.

@@ -86,9 +86,3 @@ func TestEqual(t *testing.T) {
 		}
 	}
 }
-
-func TestIsEmpty(t *testing.T) {
-	if !New("").IsEmpty() || !(Value{}).IsEmpty() || New(plain).IsEmpty() {
-		t.Error("IsEmpty is wrong")
-	}
-}

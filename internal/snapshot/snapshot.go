@@ -28,6 +28,7 @@ import (
 	"bivy/internal/driver"
 	"bivy/internal/durable"
 	"bivy/internal/kind"
+	"bivy/internal/poll"
 	"bivy/internal/session"
 )
 
@@ -207,16 +208,12 @@ func (m *Maker) boot(ctx context.Context, start driver.StartRequest, dir string)
 	if _, err := m.Driver.Start(ctx, start); err != nil {
 		return err
 	}
-	for wait := time.Millisecond; ; wait = min(2*wait, 100*time.Millisecond) {
-		err := m.Ready(ctx, m.Driver, start.ID)
-		if err == nil {
-			break
-		}
-		select {
-		case <-ctx.Done():
-			return kind.Errorf(kind.Unavailable, "the agent does not answer within %s: %w", limit, err)
-		case <-time.After(wait):
-		}
+	err = poll.Until(ctx, poll.Delays{First: time.Millisecond, Max: 100 * time.Millisecond}, func() (done bool, err error) {
+		err = m.Ready(ctx, m.Driver, start.ID)
+		return err == nil, err
+	})
+	if err != nil {
+		return kind.Errorf(kind.Unavailable, "the agent does not answer within %s: %w", limit, err)
 	}
 	return m.Driver.Checkpoint(ctx, start.ID, driver.Dir(dir), driver.CheckpointOptions{})
 }

@@ -224,6 +224,8 @@ func kindOf(flag byte) string {
 		return "device"
 	case tar.TypeFifo:
 		return "fifo"
+	case driver.SocketType:
+		return "socket"
 	}
 	return "other"
 }

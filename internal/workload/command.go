@@ -19,6 +19,7 @@ import (
 	"bivy/internal/guest/wire"
 	"bivy/internal/journal"
 	"bivy/internal/kind"
+	"bivy/internal/poll"
 	"bivy/internal/session"
 	"bivy/internal/workgroup"
 )
@@ -469,12 +470,8 @@ func (c *command) reattach() (*guestclient.Process, *Exit) {
 				return nil, &Exit{Code: -1, Error: lostText}
 			}
 		}
-		timer := time.NewTimer(attachPause)
-		select {
-		case <-timer.C:
-		case <-ctx.Done():
-			timer.Stop()
-			if errors.Is(context.Cause(ctx), ErrEnding) {
+		if err := poll.Sleep(ctx, attachPause); err != nil {
+			if errors.Is(err, ErrEnding) {
 				return nil, &Exit{Code: -1, Error: "the session ended"}
 			}
 			return nil, nil

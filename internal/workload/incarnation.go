@@ -3,7 +3,6 @@ package workload
 import (
 	"context"
 	"errors"
-	"fmt"
 	"sync"
 	"time"
 
@@ -189,9 +188,4 @@ func (i *Incarnation) Resume(h *History) {
 	for id, c := range h.commands {
 		i.follow(id, c)
 	}
-}
-
-// sandboxError says of which session an error of its sandbox is.
-func (i *Incarnation) sandboxError(err error) error {
-	return fmt.Errorf("session %s: %w", i.session, i.cutError(err))
 }

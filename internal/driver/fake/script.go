@@ -19,7 +19,8 @@ const (
 	Die                        // all is done, the call succeeds, and the sandbox dies
 )
 
-// Fault makes calls of one method go wrong.
+// Fault makes calls of one method go wrong. It is a fail point: only tests
+// script faults.
 type Fault struct {
 	Method  string            // as in driver.Driver and its optional interfaces: "Start", "ExportChanges", …
 	Sandbox session.SandboxID // empty: any

@@ -183,6 +183,8 @@ func toOCI(w io.Writer, r io.Reader) (driver.ChangeReport, error) {
 			h.Name = name + "/"
 		case h.Typeflag == tar.TypeLink:
 			h.Name, h.Linkname = name, strings.TrimPrefix(path.Clean("/"+h.Linkname), "/")
+		case h.Typeflag == bootflags.SocketType:
+			h.Name, h.Typeflag = name, driver.SocketType
 		default:
 			h.Name = name
 		}

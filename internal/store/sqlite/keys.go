@@ -53,21 +53,25 @@ func (s *Store) Keys(ctx context.Context) ([]auth.Key, error) {
 
 // RevokeKey implements auth.Store.
 func (s *Store) RevokeKey(ctx context.Context, id string, at time.Time) error {
-	_, err := s.stampKey(ctx, id, at, func(b *batch) *sql.Stmt { return b.stmt.keyRevoke })
+	_, err := s.stampKey(ctx, id, func(b *batch) (sql.Result, error) {
+		return b.stmt.keyRevoke.ExecContext(context.Background(), micros(at), id)
+	})
 	return err
 }
 
 // MarkKeyUsed implements auth.Store.
 func (s *Store) MarkKeyUsed(ctx context.Context, id string, at time.Time) (first bool, err error) {
-	return s.stampKey(ctx, id, at, func(b *batch) *sql.Stmt { return b.stmt.keyUse })
+	return s.stampKey(ctx, id, func(b *batch) (sql.Result, error) {
+		return b.stmt.keyUse.ExecContext(context.Background(), micros(at), id)
+	})
 }
 
 // stampKey runs a statement that sets a time of a key unless it is set
 // already, and reports whether it was not.
-func (s *Store) stampKey(ctx context.Context, id string, at time.Time, stmt func(*batch) *sql.Stmt) (first bool, err error) {
+func (s *Store) stampKey(ctx context.Context, id string, stamp func(*batch) (sql.Result, error)) (first bool, err error) {
 	err = s.write(ctx, func(b *batch) error {
 		first = false
-		res, err := stmt(b).ExecContext(context.Background(), micros(at), id)
+		res, err := stamp(b)
 		if err != nil {
 			return err
 		}

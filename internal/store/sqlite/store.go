@@ -17,6 +17,7 @@ import (
 	_ "modernc.org/sqlite" // the driver
 
 	"bivy/internal/audit"
+	"bivy/internal/dirlock"
 	"bivy/internal/hostclock"
 	"bivy/internal/kind"
 )
@@ -38,7 +39,7 @@ type Store struct {
 	log     *slog.Logger
 	moment  func() audit.Moment
 	schema  int // version of the database's schema
-	lock    *os.File
+	lock    *dirlock.Lock
 	writeDB *sql.DB
 	readDB  *sql.DB
 	writer  *writer
@@ -108,8 +109,9 @@ func openStore(ctx context.Context, dir string, o Options, exclusive bool) (_ *S
 		}
 	}()
 	if exclusive {
-		if s.lock, err = lock(dir); err != nil {
-			return nil, err
+		if s.lock, err = dirlock.Acquire(dir); err != nil {
+			return nil, kind.Errorf(kind.Of(err), "the database is not available: %w", err).
+				WithHint("stop that process, talk to it through its API, or choose another data directory")
 		}
 	}
 	path := filepath.Join(dir, databaseFile)

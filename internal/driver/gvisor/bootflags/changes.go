@@ -22,6 +22,8 @@ const (
 	// SparseRecord holds the size in bytes of a file with holes. The content
 	// of its entry is a map and the data, as in GNU's PAX format 1.0.
 	SparseRecord = "BIVY.sparse"
+	// SocketType is the type of an entry that is a socket, without content.
+	SocketType = 's'
 	// ReportRecord marks the last entry, whose content is a Report in JSON.
 	ReportRecord = "BIVY.report"
 )

@@ -333,8 +333,12 @@ func (c *collector) export(upper *vfs.Filesystem) (inodes uint64, err error) {
 				h.Typeflag = tar.TypeBlock
 			}
 			h.Devmajor, h.Devminor = int64(e.stat.RdevMajor), int64(e.stat.RdevMinor)
+		case linux.S_IFSOCK:
+			// It holds nothing, but may hide a file of the image.
+			h.Typeflag = bootflags.SocketType
 		default:
-			return nil // a socket: tar has no such entry, and it holds nothing
+			c.lose(1, "a file is of an unknown type: mode %o", e.stat.Mode)
+			return nil
 		}
 		return c.header(h)
 	})

@@ -146,6 +146,9 @@ func (c *collector) count(fs *vfs.Filesystem, o *bootflags.Outside) {
 	defer m.DecRef(c.ctx)
 	devices := fs.FilesystemType().Name() == dev.Name || fs.FilesystemType().Name() == devtmpfs.Name
 	agents := o.Path == "/run" && !o.Guest
+	// A name is data too: the directories of a place in which the start makes
+	// none are the guest's.
+	dirs := o.Guest || !devices && o.Path != "/run"
 	linked := map[uint64]bool{} // files with several names that are counted
 	inodes := uint64(1)
 	err = c.walk(m, true, func(e entry) error {
@@ -156,7 +159,7 @@ func (c *collector) count(fs *vfs.Filesystem, o *bootflags.Outside) {
 			linked[e.stat.Ino] = true
 		}
 		inodes++
-		if e.kind() == linux.S_IFDIR || devices && c.isDevice(e) || agents && isAgents(e) {
+		if e.kind() == linux.S_IFDIR && !dirs || devices && c.isDevice(e) || agents && isAgents(e) {
 			return nil
 		}
 		o.Files = plus(o.Files, 1)

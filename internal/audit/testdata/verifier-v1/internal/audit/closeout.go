@@ -10,6 +10,7 @@ import (
 	"slices"
 	"time"
 
+	"bivy/internal/clip"
 	"bivy/internal/kind"
 	"bivy/internal/session"
 )
@@ -168,7 +169,7 @@ func (s *Signer) Seal(h Head, before Heads, c Closeout) (Seal, error) {
 	}
 	listed := make([]string, 0, min(len(c.Residuals), MaxResiduals))
 	for _, r := range c.Residuals[:min(len(c.Residuals), MaxResiduals)] {
-		listed = append(listed, cut(r, MaxResidualLength))
+		listed = append(listed, clip.Text(r, MaxResidualLength))
 	}
 	c.Residuals = listed
 	c.Log = logOf(h)

@@ -36,10 +36,12 @@ const (
 	FileRead          Action = "file.read"             // payload: {path, size, sha256}
 	FileChanged       Action = "file.changed"          // payload: {path, kind, size, sha256}; at the end: a file that the session changed
 	FileChangesCut    Action = "file.changes_cut"      // payload: {listed, unlisted, unhashed, why}; which changes no file.changed lists
+	FilesOutside      Action = "file.outside"          // payload: {path, files, bytes, guest}; at the end: files that no file.changed lists, since they are not in the writable layer
 	FileFailed        Action = "file.failed"           // payload: {path, op, error}
 	FileIntent        Action = "file.intent"           // payload: {op, path, …}: mkdir, move, remove, read
 	FileDone          Action = "file.done"             // payload: {op, path}
 	OutOfMemory       Action = "sandbox.oom"           // payload: {kills}
+	LeaseReleased     Action = "template.released"     // payload: {}; an addendum: a lease that the end could not give back is given back
 	OutboundRefused   Action = "link.outbound_refused" // payload: {packets}
 	ClockJumped       Action = "clock.jumped"          // payload: {ms}
 	IntentLost        Action = "intent.lost"           // payload: {seq, action}; the outcome of the intent that it concludes is not known
@@ -47,6 +49,29 @@ const (
 
 	SegmentOpened Action = "segment.opened" // payload: {segment}; opens a segment of a system record
 	SegmentClosed Action = "segment.closed" // payload: {why}; closes it
+
+	// Of a system record, and where they concern a session of its record too.
+	ServerStarted        Action = "server.started"             // payload: {versions, config}
+	ServerStopped        Action = "server.stopped"             // payload: {}
+	KeyCreateIntent      Action = "key.create.intent"          // payload: {role, label}; an API key
+	KeyCreated           Action = "key.created"                // payload: {role, label}
+	KeyUsed              Action = "key.used"                   // payload: {role}; the first use of an API key
+	KeyRevokeIntent      Action = "key.revoke.intent"          // payload: {}
+	KeyRevoked           Action = "key.revoked"                // payload: {}
+	KeyFailed            Action = "key.failed"                 // payload: {error}; of an intent about a key
+	LoginRefused         Action = "login.refused"              // payload: {reason, who, count, first, last}
+	AccessDenied         Action = "access.denied"              // payload: {reason, who, count, first, last}
+	TemplateBuildIntent  Action = "template.build.intent"      // payload: {name, source}
+	TemplateBuilt        Action = "template.built"             // payload: {name, digest, image, replaced}
+	TemplateRemoveIntent Action = "template.remove.intent"     // payload: {name}
+	TemplateRemoved      Action = "template.removed"           // payload: {name, digest, why}
+	TemplateFailed       Action = "template.failed"            // payload: {error}; of an intent about a template
+	SandboxDestroyIntent Action = "sandbox.destroy.intent"     // payload: {by, why}; by the node or the lifecycle, not by the end of a session
+	SandboxDestroyed     Action = "sandbox.destroyed"          // payload: {found} or {error}
+	HeadsSigned          Action = "heads.signed"               // payload: {statement}; heads of all records of the node
+	SigningKeyIntent     Action = "signing_key.replace.intent" // payload: {}
+	SigningKeyReplaced   Action = "signing_key.replaced"       // payload: {old, new, lost}; fingerprints
+	SigningKeyFailed     Action = "signing_key.failed"         // payload: {error}
 )
 
 // Outcome is how the action went.
@@ -73,8 +98,8 @@ const (
 // Decision is which rules allowed, denied or held an action. The zero value
 // says that nothing decided.
 type Decision struct {
-	Verdict Verdict `json:"verdict"`
-	Policy  string  `json:"policy"` // digest of the rules, "sha256:…"
+	Verdict Verdict `json:"verdict"` // what the rules answered
+	Policy  string  `json:"policy"`  // digest of the rules, "sha256:…"
 }
 
 // Entry is what a caller wants recorded; the store makes an Event of it. The

@@ -15,6 +15,7 @@ import (
 	"slices"
 	"strings"
 
+	"bivy/internal/durable"
 	"bivy/internal/kind"
 )
 
@@ -51,8 +52,8 @@ func GenerateSigner() *Signer {
 
 // LoadSigner reads the signing key in dir and the history of its rotations, and
 // writes the public keys beside it for pinning. When there is no key it makes
-// one, but only when haveSeals is false: a key that was lost is never replaced
-// in silence, and LoadSigner fails with Conflict. When two processes make the
+// one, but only when haveSeals is false and no public key is there: a key that was
+// lost is never replaced in silence, and LoadSigner fails with Conflict. When two processes make the
 // first key at the same time both get the same one. It refuses a private key
 // that others than its owner may read.
 func LoadSigner(dir string, haveSeals bool) (*Signer, error) {
@@ -73,9 +74,19 @@ func loadSigner(dir string, haveSeals bool) (*Signer, error) {
 	}
 	path := filepath.Join(dir, SigningKeyFile)
 	s, err := readSigner(path)
+	// Heads are signed before anything is sealed, and may be kept by those who
+	// pinned the public key. Where that is there, another process may have made
+	// both keys just now.
+	published := false
 	if errors.Is(err, fs.ErrNotExist) {
-		if haveSeals || len(rotations) > 0 {
-			return nil, kind.Errorf(kind.Conflict, "%s is missing, but records are sealed with it", path).
+		if _, bad := os.Lstat(filepath.Join(dir, PublicKeyFile)); bad == nil {
+			published = true
+			s, err = readSigner(path)
+		}
+	}
+	if errors.Is(err, fs.ErrNotExist) {
+		if haveSeals || len(rotations) > 0 || published {
+			return nil, kind.Errorf(kind.Conflict, "%s is missing, but records are signed with it", path).
 				WithHint("restore %s from a backup; if it is lost for good: bivy audit key rotate --lost", path)
 		}
 		if err = createSigningKey(dir, path); err == nil {
@@ -131,9 +142,8 @@ func createSigningKey(dir, path string) error {
 	if err != nil {
 		return err
 	}
-	// A link, unlike a rename, does not replace a key that another process
-	// made meanwhile.
-	err = writeFile(path, text, 0o600, os.Link)
+	// A key that another process made meanwhile is not replaced.
+	err = durable.WriteFile(path, text, 0o600, durable.CreateOnly)
 	if errors.Is(err, fs.ErrExist) {
 		return nil
 	}
@@ -147,35 +157,6 @@ func (s *Signer) private() ([]byte, error) {
 		return nil, err
 	}
 	return pem.EncodeToMemory(&pem.Block{Type: "PRIVATE KEY", Bytes: der}), nil
-}
-
-// writeFile makes the file durable under a temporary name first, then gives it
-// its name with place, so that path never names an incomplete file.
-func writeFile(path string, data []byte, mode fs.FileMode, place func(from, to string) error) error {
-	dir := filepath.Dir(path)
-	f, err := os.CreateTemp(dir, "."+filepath.Base(path)+"-*")
-	if err != nil {
-		return err
-	}
-	defer os.Remove(f.Name())
-	_, err = f.Write(data)
-	err = errors.Join(err, f.Chmod(mode), f.Sync(), f.Close())
-	if err != nil {
-		return err
-	}
-	if err := place(f.Name(), path); err != nil {
-		return err
-	}
-	return syncDir(dir)
-}
-
-// syncDir makes the names in dir durable.
-func syncDir(dir string) error {
-	d, err := os.Open(dir)
-	if err != nil {
-		return err
-	}
-	return errors.Join(d.Sync(), d.Close())
 }
 
 // writePublicKeys writes the current public key and the former ones, newest
@@ -204,7 +185,7 @@ func (s *Signer) writePublicKeys(dir string) error {
 	if have, err := os.ReadFile(path); err == nil && bytes.Equal(have, want) {
 		return nil
 	}
-	if err := writeFile(path, want, 0o644, os.Rename); err != nil {
+	if err := durable.WriteFile(path, want, 0o644); err != nil {
 		return fmt.Errorf("public key: %w", err)
 	}
 	return nil

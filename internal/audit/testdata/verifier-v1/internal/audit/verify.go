@@ -10,6 +10,7 @@ import (
 	"fmt"
 	"io"
 	"maps"
+	"slices"
 	"strings"
 	"unicode/utf8"
 
@@ -33,7 +34,7 @@ type Fault struct {
 	Record RecordID // that the fault is in; empty when it is not in one record
 	Seq    uint64   // the first bad event; 0 when the fault is not in one event
 	Line   int      // of the export, from 1
-	Why    string
+	Why    string   // for people
 }
 
 // Error names the event, or else the line.
@@ -271,7 +272,7 @@ func (v *verifier) erasures(c *chain, announced spans) error {
 // lacks a head that it must contain.
 func (v *verifier) finish(erased uint64, chains ...*chain) error {
 	if erased > 0 && !v.options.AllowErased {
-		return kind.Wrap(kind.Invalid, v.fault("%s erased, as the record announces", count(erased, "payload"))).(*kind.Error).
+		return kind.Errorf(kind.Invalid, "%w", v.fault("%s erased, as the record announces", count(erased, "payload"))).
 			WithHint("to accept announced erasures: --allow-erased")
 	}
 	for _, c := range chains {
@@ -349,7 +350,7 @@ func (v *verifier) system() (SystemReport, error) {
 	}
 	for r, heads := range v.wanted {
 		if n, number, ok := r.Segment(); ok && n == node && number > report.Segments {
-			return SystemReport{}, v.fault("%s is missing; a signed statement says that it had %d events", r, len(heads))
+			return SystemReport{}, v.fault("%s is missing; a signed statement says that it had %d events", r, slices.Max(slices.Collect(maps.Keys(heads))))
 		}
 	}
 	report.Keys, report.Contained = len(keys), v.contained

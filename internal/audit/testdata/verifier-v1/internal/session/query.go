@@ -12,7 +12,7 @@ const MaxIdempotencyKey = 255
 
 // Filter narrows a list of sessions; zero fields do not narrow.
 type Filter struct {
-	States []State
-	Owner  string // Principal.Subject
-	Labels map[string]string
+	States []State           // one of these
+	Owner  string            // Principal.Subject of the owner
+	Labels map[string]string // all of these
 }

@@ -19,8 +19,8 @@ import (
 type ID string
 
 // SandboxID names one incarnation of a session: "<ID>-<generation>". The
-// generation only grows, so whoever holds an old one can tell that memory or
-// disk may have been lost.
+// generation only grows, so that the holder of an old id can tell that memory
+// or disk may have been lost.
 type SandboxID string
 
 // NodeID names the machine a sandbox is on.
@@ -70,44 +70,46 @@ func (s SandboxID) Split() (ID, uint32, error) {
 	return id, uint32(n), nil
 }
 
-// Session is the governed unit a user owns. It is a value: every change of
-// it goes through a store's Transition, together with its audit event.
+// Session is the unit that a user owns and that rules apply to. It is a value:
+// every change of it goes through a store's Transition, together with its
+// audit event.
 type Session struct {
-	ID         ID
-	Version    int64 // compare-and-swap token, grows by one with each Transition
-	State      State
-	Reason     Reason // why it is ending or ended; empty before
-	Detail     string // one human sentence beside Reason; may be empty
-	Spec       Spec
-	SpecDigest string // "sha256:…" of the spec's canonical bytes
-	Owner      Principal
-	Node       NodeID
-	Generation uint32 // of the current or last sandbox; 0 before the first
-	Boot       string // boot id of the machine when that sandbox was started there
-	Template   string // digest of the image the sandbox runs, once resolved
-	CreatedAt  time.Time
+	ID         ID        // never used again
+	Version    int64     // for compare-and-swap; grows by one with each Transition
+	State      State     // where it is in its life
+	Reason     Reason    // why it is ending or ended; empty before
+	Detail     string    // one sentence for people beside Reason; may be empty
+	Spec       Spec      // what was asked for, with defaults
+	SpecDigest string    // Spec.Digest
+	Owner      Principal // who created it
+	Node       NodeID    // the machine that has it
+	Generation uint32    // of the current or last sandbox; 0 before the first
+	Boot       string    // boot id of the machine when that sandbox was started there
+	Template   string    // digest of the image that the sandbox runs, once resolved
+	CreatedAt  time.Time // when it was asked for
 	StartedAt  time.Time // zero until running
 	EndedAt    time.Time // zero until ended
 	Deadline   time.Time // when it ends by itself
-	Residuals  []string  // what the end could not prove; empty when closed clean
+	Residuals  []string  // what the end could not prove; empty when all was
 }
 
 // SandboxID returns the id of the current or last incarnation.
 func (s Session) SandboxID() SandboxID { return s.ID.Sandbox(s.Generation) }
 
-// Fence is what a writer believes of the session it writes for: which node has
-// it and which of its sandboxes is the current one. A store refuses the write
-// of whoever is wrong about either, so that a node that has lost a session
-// cannot write on.
+// Fence is what a writer believes of the session that it writes for. A store
+// refuses a write whose fence is out of date, so that a node that has lost a
+// session cannot write on.
 type Fence struct {
-	Node       NodeID
-	Generation uint32
+	Node       NodeID // the machine that has the session
+	Generation uint32 // of its current sandbox
 }
 
-// Fence returns the fence of whoever has read s.
+// Fence returns the fence of a writer that has read s.
 func (s Session) Fence() Fence { return Fence{Node: s.Node, Generation: s.Generation} }
 
-// Principal is who is behind a call or a session.
+// Principal is who is behind a call or a session: an id, and what the caller
+// says of those behind it, which is kept and not interpreted. It is
+// comparable.
 type Principal struct {
 	Subject    string `json:"subject"`                // e.g. "key:ab12…", "local:0" (a user id)
 	OnBehalfOf string `json:"on_behalf_of,omitempty"` // whom a service acts for, as it says

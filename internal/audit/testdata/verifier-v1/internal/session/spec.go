@@ -10,6 +10,7 @@ import (
 	"time"
 	"unicode/utf8"
 
+	"bivy/internal/argv"
 	"bivy/internal/kind"
 )
 
@@ -19,9 +20,9 @@ const SpecVersion = 1
 // Spec is what a session asks for, as code. The zero value of every field is
 // valid and is filled by WithDefaults.
 type Spec struct {
-	Version   int               `json:"version" yaml:"version"`
-	Template  string            `json:"template" yaml:"template"` // name[:tag] or sha256:…
-	Resources Resources         `json:"resources" yaml:"resources"`
+	Version   int               `json:"version" yaml:"version"`                 // SpecVersion
+	Template  string            `json:"template" yaml:"template"`               // name[:tag] or sha256:…
+	Resources Resources         `json:"resources" yaml:"resources"`             // hard limits
 	Timeout   Seconds           `json:"timeout_seconds" yaml:"timeout_seconds"` // life of the session
 	Env       map[string]string `json:"env,omitempty" yaml:"env"`               // of every process
 	User      string            `json:"user,omitempty" yaml:"user"`             // default user; empty: the template's
@@ -55,12 +56,10 @@ const (
 	MinPIDs        = 64
 	MaxPIDs        = 1 << 20
 	MaxTimeout     = Seconds(30 * 24 * 3600)
-	MaxEnvBytes    = 128 << 10
-	MaxEnvCount    = 1024
 	MaxLabels      = 64
 	MaxLabelLength = 256
 	MaxNameLength  = 255
-	MaxPathLength  = 4095 // of one path, as the kernel counts it
+	MaxPathLength  = argv.MaxPath
 )
 
 // WithDefaults fills what the spec leaves open.
@@ -145,25 +144,16 @@ func (s Spec) Validate() error {
 	return nil
 }
 
-// ValidateEnv checks an environment by the rule every entrance shares.
+// ValidateEnv checks an environment that is kept as JSON: by [argv.CheckEnv],
+// and that it is UTF-8.
 func ValidateEnv(field string, env map[string]string) error {
-	total := 0
-	if len(env) > MaxEnvCount {
-		return kind.Errorf(kind.Invalid, "%d variables, at most %d", len(env), MaxEnvCount).WithField(field)
+	if err := argv.CheckEnv(field, env); err != nil {
+		return err
 	}
 	for _, k := range slices.Sorted(maps.Keys(env)) {
-		v := env[k]
-		if k == "" || strings.ContainsAny(k, "=\x00") || !utf8.ValidString(k) {
-			return kind.Errorf(kind.Invalid, "variable name %.64q: want a non-empty name without '=' or NUL", k).WithField(field)
+		if !utf8.ValidString(k) || !utf8.ValidString(env[k]) {
+			return kind.Errorf(kind.Invalid, "variable %.64q: name and value must be UTF-8", k).WithField(field)
 		}
-		if strings.ContainsRune(v, 0) || !utf8.ValidString(v) {
-			return kind.Errorf(kind.Invalid, "value of %.64q: want UTF-8 without NUL", k).WithField(field)
-		}
-		total += len(k) + len(v) + 2
-	}
-	if total > MaxEnvBytes {
-		return kind.Errorf(kind.Invalid, "%d bytes in all, at most %d", total, MaxEnvBytes).
-			WithField(field).WithHint("write large values to a file and upload it")
 	}
 	return nil
 }

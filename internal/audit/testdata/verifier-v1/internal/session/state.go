@@ -3,18 +3,16 @@ package session
 // State is where a session is in its life.
 type State string
 
-// The states. Standby, pausing, resuming and quarantined are part of the
-// life and of the transition rule; nothing drives a
-// session into them yet.
+// The states. Nothing leads to pausing, standby, resuming and quarantined yet.
 const (
-	Creating    State = "creating"
-	Running     State = "running"
-	Pausing     State = "pausing"
-	Standby     State = "standby"
-	Resuming    State = "resuming"
-	Quarantined State = "quarantined"
-	Ending      State = "ending"
-	Ended       State = "ended"
+	Creating    State = "creating"    // its sandbox is being made
+	Running     State = "running"     // it admits work
+	Pausing     State = "pausing"     // on its way to standby
+	Standby     State = "standby"     // state is kept, compute is free
+	Resuming    State = "resuming"    // on its way back to running
+	Quarantined State = "quarantined" // kept as evidence: nothing runs, nothing is destroyed
+	Ending      State = "ending"      // being taken away
+	Ended       State = "ended"       // for good; its record is sealed
 )
 
 // States lists every state, in the order of a life.
@@ -58,11 +56,11 @@ type Reason string
 
 // The reasons. A session that is ending or ended always has one.
 const (
-	Requested    Reason = "requested"
-	Deadline     Reason = "deadline"
-	OOM          Reason = "oom"
-	ResourceOut  Reason = "resource_exceeded"
-	Crashed      Reason = "crashed"
-	NodeLost     Reason = "node_lost"
-	CreateFailed Reason = "create_failed"
+	Requested    Reason = "requested"         // a caller asked for it
+	Deadline     Reason = "deadline"          // its time was up
+	OOM          Reason = "oom"               // its sandbox reached the memory limit and stopped
+	ResourceOut  Reason = "resource_exceeded" // its sandbox reached another limit and stopped
+	Crashed      Reason = "crashed"           // its sandbox stopped by itself
+	NodeLost     Reason = "node_lost"         // the machine was restarted, or is gone
+	CreateFailed Reason = "create_failed"     // it never ran
 )
