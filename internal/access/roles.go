@@ -33,8 +33,8 @@ func ParseRole(s string) (Role, error) {
 	return "", kind.Errorf(kind.Invalid, "%.64q is not a role: want admin, developer or auditor", s).WithField("role")
 }
 
-// Action is one thing that a caller may do. What is not in the table of the
-// rules nobody may do.
+// Action is one thing that a caller may do. An action that is not in the table
+// is denied.
 type Action string
 
 // The actions. Those marked * are about a session, so that the rule of
@@ -54,7 +54,7 @@ const (
 	AuditSystem  Action = "audit.system"
 	TemplateRead Action = "template.read"
 	// TemplateWrite is the admin's: a template name is shared by everyone, and
-	// whoever replaces one runs code in the sessions of others.
+	// a caller who replaces one runs code in the sessions of others.
 	TemplateWrite Action = "template.write"
 	KeyManage     Action = "key.manage" // API keys, and the key that signs records
 	NodeRead      Action = "node.read"  // health, versions and limits of the host

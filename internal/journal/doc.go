@@ -26,6 +26,6 @@
 //	err = log.Conclude(p, outcome)         // written also when the caller has gone
 //
 // An outcome that cannot be written stays pending: it is written later, or by
-// the end of the session. What a write that failed has done nobody can know
-// without looking, so the record is read before it is repeated.
+// the end of the session. A write that failed may still have been stored, so
+// the record is read before the write is repeated.
 package journal

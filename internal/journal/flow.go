@@ -13,8 +13,8 @@ import (
 )
 
 // Step is one part of a flow. Everything it does can be done again, and what
-// it makes is found by the session's own name, so that a crash between any
-// two lines is mended by running the same list once more.
+// it makes is found by the session's own name, so that after a crash the same
+// list can be run again.
 type Step struct {
 	Name string
 	Do   func(ctx context.Context) (Result, error)
@@ -282,9 +282,8 @@ func (f *Flow) skip(rest []Step) {
 }
 
 // Undo takes back, in reverse, every step up to the last one begun. It goes
-// on past failures and returns them joined: whoever called it ends the
-// session, which tries again. Without its intents in the record it does
-// nothing.
+// on past failures and returns them joined: the caller then ends the session,
+// and the end is retried. Without its intents in the record it does nothing.
 func (f *Flow) Undo(ctx context.Context, steps []Step) error {
 	var todo []*Step
 	for i := f.reached; i >= 0; i-- {
@@ -337,7 +336,7 @@ func (f *Flow) Flush(ctx context.Context, write Commit, more ...audit.Entry) err
 	return nil
 }
 
-// leave notes what step name could not prove; the last word counts.
+// leave notes what step name could not prove; a later note replaces an earlier one.
 func (f *Flow) leave(name string, what Unproved) {
 	if _, ok := f.unproved[name]; !ok {
 		f.order = append(f.order, name)

@@ -81,8 +81,8 @@ func Traced(ctx context.Context, entries []audit.Entry) []audit.Entry {
 	return entries
 }
 
-// Grown tells followers that the record of a session has grown. Whoever writes
-// to a record in another way than Append calls it.
+// Grown tells followers that the record of a session has grown. Code that
+// writes to a record other than through Append must call it.
 func (j *Journal) Grown(id session.ID) { j.notifier.notify(id) }
 
 // Read gives every event of a record to each of the readers, in order.

@@ -24,8 +24,8 @@ type Store interface {
 	// after, in order, until fn fails or limit events (0: all) were given.
 	Events(ctx context.Context, id session.ID, after uint64, limit int, fn func(audit.Stored) error) error
 
-	// Revision returns a number that differs from an earlier one whenever
-	// anybody, another process included, has written in between.
+	// Revision returns a number that differs from an earlier one whenever this
+	// or another process has written in between.
 	Revision(ctx context.Context) (int64, error)
 }
 

@@ -221,7 +221,7 @@ func (c *creation) lookAgain() {
 	if err == nil && s.State == session.Creating {
 		return
 	}
-	c.ran = true // or it cannot be told
+	c.ran = true // or that is not known
 	if err == nil {
 		c.s, c.flow.Outcomes = s, nil
 	}
@@ -312,7 +312,7 @@ func (c *creation) fail(ctx context.Context, cause error) (session.Session, erro
 	c.e.createOver()
 	out, err := end.wait(undoing)
 	if err != nil {
-		// The end goes on without being waited for; the session tells.
+		// The end goes on without being waited for; the state of the session shows it.
 		m.log.Warn("a failed create is not cleared away yet", "session", c.s.ID, "error", err)
 	}
 	if out.ID == "" {

@@ -16,8 +16,8 @@ import (
 	"bivy/internal/session"
 )
 
-// endSteps are the steps of an end, in order. The writable layer lives in the sandbox, so what changed is read while it is frozen, before it
-// is killed.
+// endSteps are the steps of an end, in order. The writable layer lives in the
+// sandbox, so what changed is read while it is frozen, before it is killed.
 func (m *Manager) endSteps(e *managed, s *session.Session) []journal.Step {
 	const never = "an end is never taken back"
 	within := func(d time.Duration, do func(context.Context) (journal.Result, error)) func(context.Context) (journal.Result, error) {
@@ -120,7 +120,7 @@ func (m *Manager) dispose(ctx context.Context, id session.ID) (journal.Result, e
 }
 
 // releaseTries is how often a template's lease is given back before that
-// becomes a residual and the sweep's business.
+// becomes a residual and the sweep retries it.
 const releaseTries = 3
 
 func (m *Manager) release(ctx context.Context, id session.ID) error {

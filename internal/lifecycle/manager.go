@@ -218,7 +218,7 @@ func (m *Manager) decide(ctx context.Context, who access.Caller, a access.Action
 	return m.o.Access.Decide(ctx, access.Request{Caller: who, Action: a, Resource: access.Of(s)})
 }
 
-// transition is the store's, and tells followers.
+// transition calls Store.Transition and notifies followers.
 func (m *Manager) transition(ctx context.Context, at session.Fence, s session.Session, entries ...audit.Entry) (session.Session, uint64, error) {
 	out, first, err := m.o.Store.Transition(ctx, at, s, journal.Traced(ctx, entries)...)
 	if err == nil {

@@ -58,7 +58,7 @@ func (t *fairSemaphore) take(ctx context.Context, owner string) (done func(), er
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	select {
-	case <-k.turn: // it came at the same moment: pass it on
+	case <-k.turn: // the turn came at the same moment: give it back
 		t.giveLocked()
 	default:
 		t.leaveLocked(k)

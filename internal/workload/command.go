@@ -43,8 +43,8 @@ const (
 	attachPause = 100 * time.Millisecond
 )
 
-// command is a process in a session, followed until it ends whether or not
-// anybody reads its output.
+// command is a process in a session, followed until it ends, also when its
+// output is not read.
 type command struct {
 	i         *Incarnation
 	pending   *journal.Pending
@@ -66,8 +66,8 @@ type command struct {
 	overAt  time.Time
 }
 
-// Start runs a command in a session. Its intent is in the record before the
-// session hears of it; its end will be too, also when the caller has gone by
+// Start runs a command in a session. Its intent is in the record before it is
+// sent into the sandbox; its end will be too, also when the caller has gone by
 // then. ctx bounds the starting alone: a command that runs goes on.
 //
 // Errors: NotFound, Denied and the session's own state; Invalid with the field
@@ -404,7 +404,7 @@ func invalidField(name string, err error) error {
 func (c *command) pump(p *guestclient.Process) {
 	for {
 		exit, err := c.drain(p)
-		p.Close() // what ended it has been seen; closing tells nothing more
+		p.Close() // the result is known; the error of Close adds nothing
 		if err == nil {
 			c.finish(exit)
 			return

@@ -7,7 +7,7 @@
 //     which commands run. The lifecycle makes it, opens and closes it, and may
 //     replace it by the next one.
 //   - A command is a process that a caller started. It is followed until it
-//     ends, whether or not anybody reads its output.
+//     ends, also when its output is not read.
 //   - A Process is one caller's hold on a command. Several callers can hold
 //     one; each has to read, and the command waits for the slowest.
 //

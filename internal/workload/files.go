@@ -183,7 +183,7 @@ func (s *Service) ReadFile(ctx context.Context, who access.Caller, id session.ID
 	}
 	info := FileInfo{Path: path, Name: path[strings.LastIndexByte(path, '/')+1:], Type: RegularFile, Size: f.Size, ModTime: f.Modified}
 	reader := &fileReader{op: op, body: f, sum: newDigestReader(f)}
-	// A reader that nobody reads must not hold up the end of the session.
+	// A reader that is not read must not hold up the end of the session.
 	context.AfterFunc(op.ctx, func() { reader.abandon(context.Cause(op.ctx)) })
 	return reader, info, nil
 }

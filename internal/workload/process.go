@@ -54,7 +54,7 @@ func (c *command) detach(p *Process) {
 func (p *Process) Identity() (id string, pid uint32) { return p.ID, p.PID }
 
 // Next waits for output or the end; after the end it returns io.EOF. The
-// command makes no progress in its output while nobody calls Next.
+// command makes no progress in its output until Next is called.
 func (p *Process) Next(ctx context.Context) (Event, error) {
 	if p.told {
 		return Event{}, io.EOF

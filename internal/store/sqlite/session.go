@@ -303,7 +303,7 @@ func (s *Store) replace(ctx context.Context, at session.Fence, want session.Sess
 		case old.fixed != keeps:
 			return kind.Errorf(kind.Invalid, "session %s: its spec, owner and time of creation never change", want.ID)
 		case want.Generation < old.fence.Generation:
-			return kind.Errorf(kind.Invalid, "session %s is at generation %d: generation %d is past", want.ID, old.fence.Generation, want.Generation)
+			return kind.Errorf(kind.Invalid, "session %s is at generation %d: generation %d is older", want.ID, old.fence.Generation, want.Generation)
 		}
 		rec.session.version, rec.session.state, rec.session.fence = next.Version, next.State, next.Fence()
 		// The events first: a seal has to be there before the session ends.

@@ -250,7 +250,7 @@ func (w *writer) transact(requests []*request, results []error) error {
 			// The log may or may not be on the disk, and after a sync that
 			// failed no later one can be believed.
 			w.broken = kind.Errorf(kind.Unavailable, "the record cannot be written since the disk failed: %w", err).
-				WithHint("mend the disk and restart bivy")
+				WithHint("repair the disk, then restart bivy")
 			w.store.log.Error("the store is read-only from now on", "error", err)
 		}
 		return errors.Join(classify(err), w.abandon())
