@@ -674,14 +674,14 @@ func TestOneBuild(t *testing.T) {
 func waitFor(t *testing.T, s *Store, n int) {
 	t.Helper()
 	for {
-		s.flightsMu.Lock()
+		s.runningMu.Lock()
 		total := 0
-		for _, f := range s.flights {
+		for _, f := range s.running {
 			f.mu.Lock()
 			total += len(f.waiters)
 			f.mu.Unlock()
 		}
-		s.flightsMu.Unlock()
+		s.runningMu.Unlock()
 		if total == n {
 			return
 		}

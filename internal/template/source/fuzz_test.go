@@ -39,9 +39,9 @@ func FuzzLayer(f *testing.F) {
 		if err := tr.BeginLayer("fuzzed"); err != nil {
 			t.Fatal(err)
 		}
-		u, err := unpack(bytes.NewReader(data))
+		u, err := decompress(bytes.NewReader(data))
 		if err == nil {
-			err = mergeTar(context.Background(), tr, sp, newBounded(u, "StreamBytes", fuzzLimits.StreamBytes, "fuzzed"), true)
+			err = mergeTar(context.Background(), tr, sp, newLimitedReader(u, "StreamBytes", fuzzLimits.StreamBytes, "fuzzed"), true)
 			if cerr := u.Close(); cerr != nil {
 				t.Fatal(cerr)
 			}
