@@ -48,8 +48,8 @@ func sha(b []byte) v1.Hash {
 	return h
 }
 
-// image makes an image of the given uncompressed layers, the first packed with
-// gzip, the second with zstd, the third not at all, and so on.
+// image makes an image of the given layers and compresses the first with gzip, the
+// second with zstd, the third not at all, and so on.
 func image(t *testing.T, layers ...[]byte) *parts {
 	t.Helper()
 	p := &parts{config: v1.ConfigFile{OS: "linux", Architecture: "amd64", RootFS: v1.RootFS{Type: "layers"}}}
@@ -70,7 +70,7 @@ func image(t *testing.T, layers ...[]byte) *parts {
 	return p
 }
 
-// seal makes the config's and the manifest's digests fit what is in them.
+// seal updates the digests of the config and the manifest.
 func (p *parts) seal(t *testing.T) {
 	t.Helper()
 	cfg, err := json.Marshal(p.config)
@@ -89,7 +89,7 @@ func (p *parts) seal(t *testing.T) {
 	}
 }
 
-// reg is a registry on loopback, with whatever parts are put into it.
+// reg is a registry on loopback.
 type testRegistry struct {
 	*httptest.Server
 	host string
@@ -157,7 +157,7 @@ func (p *parts) pull(t *testing.T, limits tree.Limits) (map[string]string, Defau
 	return got, d, err
 }
 
-// threeLayers is an image with one of everything that layers can do.
+// threeLayers is an image that uses every feature of layers.
 func threeLayers(t *testing.T) *parts {
 	return image(t,
 		makeTar(t, dirent("usr/"), dirent("usr/lib/"), sym("lib", "usr/lib"), reg("usr/lib/libc", "libc"), reg("etc/gone", "1"), reg("etc/kept", "1"),
@@ -321,8 +321,8 @@ func TestNotThere(t *testing.T) {
 	}
 }
 
-// TestHostileImages breaks an image in every way that a registry or whoever
-// pushed it could.
+// TestHostileImages changes an image in the ways that a malicious registry or
+// publisher could.
 func TestHostileImages(t *testing.T) {
 	evil := []byte("evil")
 	one := func(entries ...entry) *parts { return image(t, makeTar(t, reg("base", "x")), makeTar(t, entries...)) }
@@ -395,7 +395,8 @@ func TestHostileImages(t *testing.T) {
 			if tc.break_ != nil {
 				tc.break_(p)
 			}
-			// A registry of our own: the library's refuses wrong digests at the door.
+			// The library's registry refuses uploads with wrong digests, so this one
+			// is separate.
 			s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
 				_, id, isBlob := strings.Cut(req.URL.Path, "/blobs/")
 				switch {
@@ -548,7 +549,7 @@ func TestLayoutAndArchive(t *testing.T) {
 	}
 }
 
-// TestDockerSave reads what the library's writer of "docker save" makes.
+// TestDockerSave reads a "docker save" file that the library has written.
 func TestDockerSave(t *testing.T) {
 	lp, err := layout.FromPath(threeLayers(t).writeLayout(t))
 	if err != nil {
