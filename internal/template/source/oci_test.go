@@ -386,7 +386,7 @@ func TestHostileImages(t *testing.T) {
 		{"a digest that is a path", one(), func(p *parts) {
 			p.raw = bytes.ReplaceAll(p.raw, []byte(p.manifest.Layers[0].Digest.String()), []byte("sha256:../../../../etc/passwd"))
 		}, tree.Limits{}, kind.Invalid, []string{"manifest"}},
-		{"an index and an image", one(), func(p *parts) { p.raw = []byte(`{"schemaVersion":2,"layers":[],"manifests":[]}`) }, tree.Limits{}, kind.Invalid, []string{"at once"}},
+		{"an index and an image", one(), func(p *parts) { p.raw = []byte(`{"schemaVersion":2,"layers":[],"manifests":[]}`) }, tree.Limits{}, kind.Invalid, []string{"both"}},
 		{"schema 1", one(), func(p *parts) { p.raw = []byte(`{"schemaVersion":1,"fsLayers":[]}`) }, tree.Limits{}, kind.Invalid, []string{"schema 1"}},
 		{"nothing like an image", one(), func(p *parts) { p.raw = []byte(`{"hello":"world"}`) }, tree.Limits{}, kind.Invalid, []string{"not an image"}},
 	} {
@@ -630,7 +630,7 @@ func TestBadArchives(t *testing.T) {
 		"index leads out":   {NewLayout(linked, "", tree.Limits{}), kind.Invalid, ""},
 		"a plain tar":       {NewTarball(write("t", layer), "", tree.Limits{}), kind.Invalid, "not an image"},
 		"no tar":            {NewTarball(write("t", bytes.Repeat([]byte("x"), 2000)), "", tree.Limits{}), kind.Invalid, "tar"},
-		"packed":            {NewTarball(write("t", gz(t, layer)), "", tree.Limits{}), kind.Invalid, "packed"},
+		"packed":            {NewTarball(write("t", gz(t, layer)), "", tree.Limits{}), kind.Invalid, "compressed"},
 		"bad manifest":      {NewTarball(write("t", save("[")), "", tree.Limits{}), kind.Invalid, "manifest.json"},
 		"no images":         {NewTarball(write("t", save("[]")), "", tree.Limits{}), kind.NotFound, "no image"},
 		"config missing":    {NewTarball(write("t", save(`[{"Config":"c.json","Layers":["l"]}]`)), "", tree.Limits{}), kind.Invalid, "missing"},

@@ -71,10 +71,10 @@ func TestTarRefused(t *testing.T) {
 		kind kind.Kind
 		says string
 	}{
-		{"not a tar", bytes.Repeat([]byte("this is no tar "), 100), kind.Invalid, "not a whole tar"},
+		{"not a tar", bytes.Repeat([]byte("this is no tar "), 100), kind.Invalid, "malformed or truncated tar"},
 		{"empty", nil, kind.Invalid, "empty"},
-		{"cut short", good[:514], kind.Invalid, "not a whole tar"},
-		{"cut in a header", good[:300], kind.Invalid, "not a whole tar"},
+		{"cut short", good[:514], kind.Invalid, "malformed or truncated tar"},
+		{"cut in a header", good[:300], kind.Invalid, "malformed or truncated tar"},
 		{"broken gzip", append(gz(t, good)[:20], "garbage garbage garbage"...), kind.Invalid, ""},
 		{"cut gzip", gz(t, good)[:30], kind.Invalid, ""},
 		{"cut zstd", zst(t, good)[:30], kind.Invalid, ""},

@@ -148,7 +148,7 @@ func TestRefused(t *testing.T) {
 		{"below a file", []op{put("f", file("1")), put("f/g", file("2"))}, kind.Invalid, "not a directory"},
 		{"root as a file", []op{put("/", file("1"))}, kind.Invalid, "root"},
 		{"root whiteout", []op{whiteout("/")}, kind.Invalid, "root"},
-		{"device", []op{put("n", &Inode{Mode: unix.S_IFCHR | 0o666})}, kind.Invalid, "no file"},
+		{"device", []op{put("n", &Inode{Mode: unix.S_IFCHR | 0o666})}, kind.Invalid, "not that of a file"},
 		{"empty symlink", []op{put("s", symlink(""))}, kind.Invalid, "symlink"},
 		{"long symlink", []op{put("s", symlink(strings.Repeat("a/", 4000)))}, kind.Exhausted, "SymlinkBytes"},
 		{"link to nothing", []op{link("f", "nothing")}, kind.Invalid, "hard link"},
