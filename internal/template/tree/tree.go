@@ -29,6 +29,7 @@ const (
 // also after other entries were added. What it returns must yield exactly the
 // size its inode says.
 type Content interface {
+	// Open opens the content from its beginning. The caller closes it.
 	Open() (io.ReadCloser, error)
 }
 
