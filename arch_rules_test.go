@@ -51,9 +51,7 @@ const withoutDoc = ``
 
 // bareMethods are methods of exported interfaces that have no comment yet, by
 // package, type and name.
-const bareMethods = `
-	internal/template/tree.Content.Open
-`
+const bareMethods = ``
 
 // domain are the packages in which every exported field of an exported struct
 // has a comment: its own above it, one at the end of its line, or one at the

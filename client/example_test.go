@@ -116,7 +116,7 @@ func ExampleError() {
 	}
 	fmt.Println(errors.Is(err, &client.Error{Code: client.CodeNotFound}))
 	// Output:
-	// not_found template | bivy template ls shows those that do
+	// not_found template | see bivy template ls
 	// true
 }
 

@@ -1,4 +1,4 @@
-"""What `make run` runs in a sandbox: a little work, a file, a look around."""
+"""The program that `make run` runs in a sandbox."""
 import os
 import platform
 import socket
@@ -10,6 +10,6 @@ print(f"{len(primes)} primes below 2000, the last is {primes[-1]}")
 print(f"kernel {platform.release()}, user {os.environ['USER']}, pid {os.getpid()}")
 try:
     socket.create_connection(("192.0.2.1", 443), timeout=5)
-    print("the network is open: this must not happen")
+    print("error: the network can be reached")
 except OSError as e:
-    print(f"the network is closed: {e}")
+    print(f"the network cannot be reached: {e}")

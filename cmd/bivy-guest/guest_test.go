@@ -22,13 +22,13 @@ import (
 	"bivy/internal/guest/wire"
 )
 
-// The budget of a sandbox: see docs/performance.md.
+// Budgets; see docs/performance.md.
 const (
 	maxBinary   = 8_000_000 // bytes
 	maxResident = 12 << 10  // KiB, idle
 )
 
-// build builds the binary as it is shipped.
+// build builds the binary with build.sh, like a release.
 func build(t *testing.T) string {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "bivy-guest")
@@ -123,7 +123,7 @@ func TestShipped(t *testing.T) {
 	} else {
 		t.Logf("%d KiB resident", kib)
 	}
-	// Asked to end, it takes everything with it.
+	// On SIGTERM it kills all other processes.
 	if err := cmd.Process.Signal(syscall.SIGTERM); err != nil {
 		t.Fatal(err)
 	}

@@ -1,7 +1,7 @@
 // Command bivy-guest is process 1 inside a bivy sandbox. See package guest.
 //
-// It takes no secret from its command line or environment: the host gives it
-// one over its port.
+// It reads no secret from its command line or environment: the host sends the
+// access token over the agent's port.
 package main
 
 import (
@@ -30,8 +30,8 @@ func run() error {
 	verbose := flag.Bool("v", false, "log every orphan reaped")
 	flag.StringVar(&cfg.Listen, "listen", cfg.Listen, "address to serve on, host:port or unix:path")
 	flag.StringVar(&cfg.Etc, "etc", cfg.Etc, "directory of passwd, group and hosts")
-	flag.StringVar(&cfg.Run, "run", cfg.Run, "directory for the marks E2B's tools look for")
-	flag.StringVar(&cfg.User, "user", cfg.User, "default user until the host names one")
+	flag.StringVar(&cfg.Run, "run", cfg.Run, "directory for the files that identify the sandbox to E2B's tools")
+	flag.StringVar(&cfg.User, "user", cfg.User, "default user until the host sets one")
 	flag.BoolVar(&cfg.SetClock, "set-clock", cfg.SetClock, "let the host set the kernel's clock")
 	flag.BoolVar(&cfg.SetName, "set-hostname", cfg.SetName, "let the host set the kernel's host name")
 	flag.Parse()
@@ -42,7 +42,8 @@ func run() error {
 	}
 	cfg.Log = slog.New(slog.NewTextHandler(os.Stderr, &slog.HandlerOptions{Level: level}))
 
-	// Little is alive at any time, and every idle sandbox pays for the rest.
+	// The agent needs little memory, and every sandbox has one: collect garbage
+	// early.
 	debug.SetGCPercent(25)
 	debug.SetMemoryLimit(64 << 20)
 	if err := guest.PrepareProcess(cfg.Log); err != nil {
@@ -50,17 +51,17 @@ func run() error {
 	}
 	if os.Getpid() == 1 {
 		if err := guest.MakeRunDirs(cfg.Run); err != nil {
-			cfg.Log.Warn("directories of the image are missing in /run", "err", err)
+			cfg.Log.Warn("cannot create the image's directories in /run", "err", err)
 		}
 	}
 	ctx, stop := context.WithCancel(context.Background())
 	defer stop()
-	// Process 1 must survive every signal a program inside can send it. They
-	// are taken rather than ignored: what is ignored stays so in children.
+	// Process 1 must survive every signal that a program inside can send.
+	// Signals are caught and not ignored, because children inherit ignored ones.
 	signals := make(chan os.Signal, 1)
 	signal.Notify(signals, unix.SIGTERM, unix.SIGINT, unix.SIGHUP, unix.SIGQUIT, unix.SIGABRT, unix.SIGTRAP, unix.SIGSYS,
 		unix.SIGUSR1, unix.SIGUSR2, unix.SIGALRM, unix.SIGSTKFLT, unix.SIGXCPU, unix.SIGXFSZ, unix.SIGVTALRM, unix.SIGPIPE, unix.SIGIO, unix.SIGPWR)
-	go func() { // lives as long as the process
+	go func() { // runs until the process ends
 		for s := range signals {
 			if s == unix.SIGTERM || (s == unix.SIGINT && os.Getpid() != 1) {
 				stop()

@@ -11,7 +11,7 @@ import (
 	"bivy/internal/daemon"
 )
 
-// Set by the build.
+// Set by the linker (see the Makefile).
 var version, commit = "dev", ""
 
 func main() {

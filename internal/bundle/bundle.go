@@ -1,7 +1,6 @@
-// Package bundle carries bivy-sentry and bivy-guest inside bivy, so that a
-// user installs one file. They are built first (make build) and lie
-// compressed in payload/; a tree without them still builds and vets, and says
-// at run time what to do.
+// Package bundle embeds bivy-sentry and bivy-guest in bivy, so that a user installs
+// one file. "make build" builds them first and puts them compressed into payload/.
+// A tree without them still builds; Load then fails with a hint.
 package bundle
 
 import (
@@ -24,7 +23,7 @@ import (
 //go:embed payload
 var payload embed.FS
 
-// Names of the carried binaries.
+// Names of the embedded binaries.
 const (
 	Sentry = "bivy-sentry"
 	Guest  = "bivy-guest"
@@ -32,14 +31,14 @@ const (
 
 // Manifest describes the payload; pack writes it.
 type Manifest struct {
-	// Build names what decides whether a snapshot can be restored: gVisor's
-	// version, Go's, and the sentry's own sources, by hash. It is also the
-	// version string inside bivy-sentry.
+	// Build is a hash of the versions of gVisor and Go and of the sentry's
+	// sources. A snapshot can only be restored by the build that saved it. It is
+	// also the version string of bivy-sentry.
 	Build  string            `json:"build"`
 	SHA256 map[string]string `json:"sha256"` // hex, of the uncompressed binary
 }
 
-// errMissing says that this bivy was built without its payload.
+// errMissing means that this bivy was built without the binaries.
 var errMissing = kind.Errorf(kind.Unavailable, "this bivy was built without %s and %s", Sentry, Guest).
 	WithHint("build it with: make build")
 
@@ -56,13 +55,13 @@ func Load() (Manifest, error) {
 	return m, json.Unmarshal(b, &m)
 }
 
-// Unpack puts the binary at <dir>/<first half of its SHA-256>/<name>, unless
-// it is there, and returns the path. The directory must be on a file system
-// that allows execution, which /run often is not.
+// Unpack writes the binary to <dir>/<first half of its SHA-256>/<name>, unless it is
+// there, and returns the path. The file system of dir must not be mounted noexec,
+// as /run often is.
 func (m Manifest) Unpack(dir, name string) (string, error) {
 	want := m.SHA256[name]
 	if len(want) != hex.EncodedLen(sha256.Size) {
-		return "", fmt.Errorf("payload manifest names no %s", name)
+		return "", fmt.Errorf("%s is not in the payload manifest", name)
 	}
 	home := filepath.Join(dir, want[:32])
 	path := filepath.Join(home, name)
@@ -73,7 +72,7 @@ func (m Manifest) Unpack(dir, name string) (string, error) {
 	if err != nil {
 		return "", err
 	}
-	// For everyone: the sentry runs as an unprivileged user of the host.
+	// Accessible to all users: the sentry runs as an unprivileged user.
 	if err := os.MkdirAll(home, 0o755); err != nil {
 		return "", err
 	}

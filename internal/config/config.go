@@ -1,7 +1,6 @@
-// Package config reads what a machine or a person has set: one strict YAML
-// file for the server, a small one for the command line, and the few
-// environment variables that bivy looks at. Nothing else looks at the
-// environment. Every field has a working zero.
+// Package config reads the settings of the server and of the command line: a YAML
+// file each, parsed strictly, and a few environment variables. No other package
+// reads the environment. The zero value of every field is valid.
 package config
 
 import (
@@ -19,7 +18,7 @@ import (
 	"bivy/internal/kind"
 )
 
-// File is where the server's configuration is looked for.
+// File is the default path of the server's configuration.
 const File = "/etc/bivy/config.yaml"
 
 // Defaults of Config.
@@ -30,22 +29,22 @@ const (
 	DefaultDriver  = "gvisor"
 )
 
-// Config is how a server runs.
+// Config is the configuration of a server.
 type Config struct {
 	Listen            string   `yaml:"listen"`             // HOST:PORT
-	Hosts             []string `yaml:"hosts"`              // names, beside loopback ones, that requests may use
-	TLSCert           string   `yaml:"tls_cert"`           // file; with it the server speaks TLS
+	Hosts             []string `yaml:"hosts"`              // host names that requests may use, besides loopback names
+	TLSCert           string   `yaml:"tls_cert"`           // file; if set, the server uses TLS
 	TLSKey            string   `yaml:"tls_key"`            // file
 	AllowPlaintext    bool     `yaml:"allow_plaintext"`    // listen beyond loopback without TLS
-	DataDir           string   `yaml:"data_dir"`           // what must survive a reboot
-	RunDir            string   `yaml:"run_dir"`            // what need not
+	DataDir           string   `yaml:"data_dir"`           // for files that must survive a reboot
+	RunDir            string   `yaml:"run_dir"`            // for files that need not
 	Driver            string   `yaml:"driver"`             // how sandboxes are isolated
 	LogLevel          string   `yaml:"log_level"`          // debug, info, warn, error
 	LogFormat         string   `yaml:"log_format"`         // text, json
-	CreateConcurrency int      `yaml:"create_concurrency"` // sessions made at the same time; 0: one per CPU
+	CreateConcurrency int      `yaml:"create_concurrency"` // sessions created at the same time; 0: one per CPU
 }
 
-// WithDefaults fills what is not set.
+// WithDefaults sets the fields that are empty to their defaults.
 func (c Config) WithDefaults() Config {
 	set := func(p *string, v string) {
 		if *p == "" {
@@ -61,16 +60,16 @@ func (c Config) WithDefaults() Config {
 	return c
 }
 
-// Validate reports the first field of a defaulted configuration that is wrong.
+// Validate returns an error for the first invalid field. c must have its defaults.
 func (c Config) Validate() error {
 	bad := func(field, format string, args ...any) error {
 		return kind.Errorf(kind.Invalid, format, args...).WithField(field)
 	}
 	if _, _, err := net.SplitHostPort(c.Listen); err != nil {
-		return bad("listen", "%q; want HOST:PORT, e.g. %s", c.Listen, DefaultListen)
+		return bad("listen", "invalid address %q: want HOST:PORT, e.g. %s", c.Listen, DefaultListen)
 	}
 	if (c.TLSCert == "") != (c.TLSKey == "") {
-		return bad("tls_cert", "tls_cert and tls_key belong together")
+		return bad("tls_cert", "tls_cert and tls_key must be set together")
 	}
 	for _, d := range []struct{ field, dir string }{{"data_dir", c.DataDir}, {"run_dir", c.RunDir}} {
 		if !filepath.IsAbs(d.dir) {
@@ -81,16 +80,16 @@ func (c Config) Validate() error {
 		return err
 	}
 	if c.LogFormat != "text" && c.LogFormat != "json" {
-		return bad("log_format", "%q; want text or json", c.LogFormat)
+		return bad("log_format", "invalid format %q: want text or json", c.LogFormat)
 	}
 	if c.CreateConcurrency < 0 || c.CreateConcurrency > 1024 {
-		return bad("create_concurrency", "%d is outside 0 to 1024", c.CreateConcurrency)
+		return bad("create_concurrency", "%d is out of range: want 0 to 1024", c.CreateConcurrency)
 	}
 	return nil
 }
 
-// Load reads a configuration file. With an empty path it reads File, which
-// may be missing.
+// Load reads a configuration file. If path is empty it reads File, which need not
+// exist.
 func Load(path string) (Config, error) {
 	var c Config
 	must := path != ""
@@ -110,7 +109,7 @@ func Load(path string) (Config, error) {
 	return c, nil
 }
 
-// TLS loads the certificate; nil when there is none.
+// TLS loads the certificate. It returns nil if none is configured.
 func (c Config) TLS() (*tls.Config, error) {
 	if c.TLSCert == "" {
 		return nil, nil
@@ -125,12 +124,12 @@ func (c Config) TLS() (*tls.Config, error) {
 func (c Config) level() (slog.Level, error) {
 	var l slog.Level
 	if err := l.UnmarshalText([]byte(c.LogLevel)); err != nil {
-		return l, kind.Errorf(kind.Invalid, "%q; want debug, info, warn or error", c.LogLevel).WithField("log_level")
+		return l, kind.Errorf(kind.Invalid, "invalid level %q: want debug, info, warn or error", c.LogLevel).WithField("log_level")
 	}
 	return l, nil
 }
 
-// Logger makes the log.
+// Logger returns a logger that writes to w.
 func (c Config) Logger(w io.Writer) (*slog.Logger, error) {
 	l, err := c.level()
 	if err != nil {
@@ -143,16 +142,17 @@ func (c Config) Logger(w io.Writer) (*slog.Logger, error) {
 	return slog.New(slog.NewTextHandler(w, o)), nil
 }
 
-// SignerDir is where the key is that records are signed with.
+// SignerDir is the directory of the key that signs records.
 func (c Config) SignerDir() string { return c.DataDir }
 
-// Client is what a person has set for the command line.
+// Client is the configuration of the command line.
 type Client struct {
 	Server  string `yaml:"server"`   // URL
 	KeyFile string `yaml:"key_file"` // file that holds the API key
 }
 
-// ClientDir is where a person's settings are; empty when there is no home.
+// ClientDir is the directory of the command line's configuration. It is empty if the
+// user has no home directory.
 func ClientDir() string {
 	dir, err := os.UserConfigDir()
 	if err != nil {
@@ -161,7 +161,7 @@ func ClientDir() string {
 	return filepath.Join(dir, "bivy")
 }
 
-// LoadClient reads client.yaml of ClientDir, which may be missing.
+// LoadClient reads client.yaml in ClientDir, which need not exist.
 func LoadClient() (Client, error) {
 	var c Client
 	dir := ClientDir()
@@ -182,7 +182,7 @@ func LoadClient() (Client, error) {
 	return c, nil
 }
 
-// Env is what the environment says to the command line.
+// Env holds the environment variables that the command line uses.
 type Env struct {
 	Server     string // BIVY_SERVER
 	Key        string // BIVY_API_KEY
@@ -200,7 +200,7 @@ func Environment() Env {
 	}
 }
 
-// Variable looks up a variable whose name the caller's caller has given.
+// Variable looks up an environment variable whose name the user has given.
 func Variable(name string) (string, bool) { return os.LookupEnv(name) }
 
 // ReadKey reads an API key from a file.
@@ -211,7 +211,7 @@ func ReadKey(path string) (string, error) {
 	}
 	key := strings.TrimSpace(string(data))
 	if key == "" || strings.ContainsAny(key, " \r\n\t") {
-		return "", kind.Errorf(kind.Invalid, "%s does not hold one API key", path)
+		return "", kind.Errorf(kind.Invalid, "%s must contain exactly one API key", path)
 	}
 	return key, nil
 }

@@ -129,7 +129,7 @@ func TestAnnounce(t *testing.T) {
 	if _, ok, err := Find(dir); ok || err != nil {
 		t.Errorf("it was withdrawn: %t, %v", ok, err)
 	}
-	// A process that is gone serves nobody.
+	// The file of a process that has ended is ignored.
 	if err := os.WriteFile(filepath.Join(dir, runningFile), []byte(`{"url":"http://127.0.0.1:1","pid":2147483647}`), 0o600); err != nil {
 		t.Fatal(err)
 	}

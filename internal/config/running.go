@@ -17,8 +17,8 @@ import (
 	"bivy/internal/kind"
 )
 
-// Running is how the server of a run directory is found. It holds no secret:
-// the key is in a file that only its owner can read.
+// Running describes the running server of a run directory. It holds no secret: the
+// key is in a file that only its owner can read.
 type Running struct {
 	URL     string `json:"url"`
 	PID     int    `json:"pid"`
@@ -36,27 +36,28 @@ const (
 	LockInterval = 20 * time.Millisecond // between two tries: the release of a lock gives no event
 )
 
-// Held reports whether a process uses a run directory, as far as the caller
-// may see it.
+// Held reports whether a process uses a run directory, as far as the caller's
+// permissions show it.
 func Held(runDir string) bool { return dirlock.Holder(runDir) != nil }
 
-// HeldError returns the error that says who uses a run directory, of
-// [kind.Conflict], with what to do about it.
+// HeldError returns the error, of [kind.Conflict], for a run directory in use. It
+// names the process and has a hint.
 func HeldError(runDir string) error {
 	held := dirlock.Holder(runDir)
 	if held == nil {
 		held = &dirlock.HeldError{Dir: runDir} // released just now, or not readable
 	}
 	err := kind.Errorf(kind.Conflict, "run %w", held)
-	// A holder whose command line cannot be read is taken for a short command.
+	// If the command line of the process cannot be read it is assumed to be a
+	// short command.
 	if cmdline, _ := os.ReadFile(fmt.Sprintf("/proc/%d/cmdline", held.PID)); slices.Contains(strings.Split(string(cmdline), "\x00"), "serve") {
 		return err.WithHint("it is a server: use that one, stop it, or choose other directories with data_dir and run_dir")
 	}
-	return err.WithHint("to run several at once start the server first: bivy serve")
+	return err.WithHint("to run several commands at once, start the server first: bivy serve")
 }
 
-// Announce writes where this process serves. The returned function takes it
-// back.
+// Announce writes the file by which Find finds this process. The returned function
+// removes it.
 func Announce(runDir string, r Running) (withdraw func() error, err error) {
 	if err := os.MkdirAll(runDir, 0o755); err != nil {
 		return nil, fmt.Errorf("announce the server: %w", err)
@@ -67,20 +68,21 @@ func Announce(runDir string, r Running) (withdraw func() error, err error) {
 		return nil, err
 	}
 	path := filepath.Join(runDir, runningFile)
-	// Everyone may read it. It is not synced: no server outlives a loss of power.
+	// Readable by every user. Not synced, because the server does not survive a
+	// power failure either.
 	if err := durable.WriteFile(path, append(data, '\n'), 0o644, durable.NotSynced); err != nil {
 		return nil, fmt.Errorf("announce the server: %w", err)
 	}
 	return func() error {
 		now, ok, err := Find(runDir)
 		if err != nil || !ok || now.PID != r.PID {
-			return err // another server has taken over
+			return err // another server has replaced the file
 		}
 		return os.Remove(path)
 	}, nil
 }
 
-// Find returns the server of a run directory, if one is alive.
+// Find returns the server of a run directory, and whether its process exists.
 func Find(runDir string) (Running, bool, error) {
 	data, err := os.ReadFile(filepath.Join(runDir, runningFile))
 	if errors.Is(err, fs.ErrNotExist) {
@@ -96,7 +98,7 @@ func Find(runDir string) (Running, bool, error) {
 	if r.PID <= 0 {
 		return Running{}, false, nil
 	}
-	// EPERM means alive and another user's.
+	// EPERM means that the process exists and belongs to another user.
 	if err := syscall.Kill(r.PID, 0); err != nil && !errors.Is(err, syscall.EPERM) {
 		return Running{}, false, nil
 	}

@@ -30,7 +30,7 @@ func Decode(data []byte, v any) error {
 	}
 	var second yaml.Node
 	if err := dec.Decode(&second); !errors.Is(err, io.EOF) {
-		return kind.Errorf(kind.Invalid, "line %d: a second document; one file holds one", second.Line)
+		return kind.Errorf(kind.Invalid, "line %d: unexpected second document", second.Line)
 	}
 	root := doc.Content[0]
 	if root.Kind == yaml.ScalarNode && root.Tag == "!!null" {
@@ -46,7 +46,7 @@ func bad(n *yaml.Node, path, format string, args ...any) error {
 
 func decode(n *yaml.Node, v reflect.Value, path string) error {
 	if n.Kind == yaml.AliasNode || n.Anchor != "" {
-		return bad(n, path, "anchors and aliases are not supported; write the value out")
+		return bad(n, path, "anchors and aliases are not supported")
 	}
 	if n.Style&yaml.TaggedStyle != 0 {
 		return bad(n, path, "tags such as %s are not supported", n.Tag)
@@ -79,15 +79,15 @@ func decode(n *yaml.Node, v reflect.Value, path string) error {
 
 func decodeScalar(n *yaml.Node, v reflect.Value, path string) error {
 	if n.Kind != yaml.ScalarNode {
-		return bad(n, path, "must be one value, not a list or a map")
+		return bad(n, path, "must be a single value")
 	}
 	if n.Tag == "!!null" {
-		return bad(n, path, "the value is missing; leave the field out for its default")
+		return bad(n, path, "the value is missing; omit the field to use its default")
 	}
 	switch v.Kind() {
 	case reflect.String:
 		if n.Tag != "!!str" {
-			return bad(n, path, "%.40s is not text; put it in quotes", n.Value)
+			return bad(n, path, "%.40s is not a string; put it in quotes", n.Value)
 		}
 		v.SetString(n.Value)
 	case reflect.Bool:
@@ -115,7 +115,7 @@ func decodeMap(n *yaml.Node, v reflect.Value, path string) error {
 	for i := 0; i < len(n.Content); i += 2 {
 		key, value := n.Content[i], n.Content[i+1]
 		if key.Kind != yaml.ScalarNode || key.Tag != "!!str" {
-			return bad(key, path, "%.40q is not a name; put it in quotes", key.Value)
+			return bad(key, path, "%.40q is not a string; put it in quotes", key.Value)
 		}
 		at := join(path, key.Value)
 		k := reflect.ValueOf(key.Value)
@@ -134,7 +134,7 @@ func decodeMap(n *yaml.Node, v reflect.Value, path string) error {
 
 func decodeStruct(n *yaml.Node, v reflect.Value, path string) error {
 	if n.Kind != yaml.MappingNode {
-		return bad(n, path, "must be fields, one on each line as name: value")
+		return bad(n, path, "must be fields of the form name: value")
 	}
 	seen := map[string]bool{}
 	for i := 0; i < len(n.Content); i += 2 {
@@ -146,7 +146,7 @@ func decodeStruct(n *yaml.Node, v reflect.Value, path string) error {
 			return bad(key, path, "a list or map cannot be a field's name")
 		case index == nil:
 			return kind.Errorf(kind.Invalid, "line %d: unknown field", key.Line).WithField(at).
-				WithHint("fields here: %s", strings.Join(fieldNames(v.Type()), ", "))
+				WithHint("fields: %s", strings.Join(fieldNames(v.Type()), ", "))
 		case seen[key.Value]:
 			return bad(key, at, "given twice")
 		}

@@ -201,7 +201,7 @@ func basePackages(config.Config) client.Fact {
 	return fact("base template", client.FactOK, "its packages are installed", "it is built on first use, without a network")
 }
 
-// Installed reports whether dpkg has the files of a package.
+// Installed reports whether dpkg lists a package as installed.
 func Installed(name string) bool {
 	for _, pattern := range []string{name + ".list", name + ":*.list"} {
 		if m, err := filepath.Glob(filepath.Join("/var/lib/dpkg/info", pattern)); err == nil && len(m) > 0 {

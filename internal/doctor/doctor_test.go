@@ -17,7 +17,7 @@ func TestFactsAreWhole(t *testing.T) {
 	seen := map[string]bool{}
 	for _, f := range n.Facts {
 		if f.Name == "" || f.Means == "" || seen[f.Name] {
-			t.Errorf("fact %+v: want a name of its own and what it means", f)
+			t.Errorf("fact %+v: want a unique name and a meaning", f)
 		}
 		seen[f.Name] = true
 		if f.Status == client.FactFail && n.OK {
@@ -26,7 +26,7 @@ func TestFactsAreWhole(t *testing.T) {
 	}
 	for _, name := range []string{"user", "kernel", "cgroups", "payload", "memory", "data_dir", "run_dir"} {
 		if !seen[name] {
-			t.Errorf("nothing about %s", name)
+			t.Errorf("no fact about %s", name)
 		}
 	}
 }

@@ -84,7 +84,7 @@ func TestWriteAndRead(t *testing.T) {
 	if got, err := s.read(t, "", "/proc/self/status"); err != nil || !strings.Contains(got, "Pid:") {
 		t.Errorf("a file of /proc: %q, %v", got, err)
 	}
-	// Unknown length, as a pipe has.
+	// Of unknown length.
 	if w, err := s.WriteFile(t.Context(), "", "piped", io.MultiReader(strings.NewReader("a"), strings.NewReader("b")), -1); err != nil || w.Size != 2 {
 		t.Errorf("got %+v, %v", w, err)
 	}
@@ -99,7 +99,7 @@ func TestFileRefusals(t *testing.T) {
 	if err := os.Chmod(filepath.Join(s.dir, "roots"), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	// What a user might plant to have root follow it.
+	// Symbolic links by which a user may try to make root write elsewhere.
 	for name, to := range map[string]string{"link": s.dir + "/roots", "linkdir": "/root", "dangling": "/root/new", "loop": "loop"} {
 		if err := os.Symlink(to, filepath.Join(s.home, name)); err != nil {
 			t.Fatal(err)

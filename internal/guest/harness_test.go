@@ -24,8 +24,8 @@ import (
 	"bivy/internal/guest/wire"
 )
 
-// agentEnv makes the test binary be an agent: process 1 of its own process
-// namespace, so that what is tested is what runs in a sandbox.
+// agentEnv makes the test binary run as an agent, as process 1 of a new process
+// namespace like in a sandbox.
 const agentEnv = "BIVY_GUEST_TEST_AGENT"
 
 func TestMain(m *testing.M) {
@@ -39,8 +39,7 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
-// beAgent serves on the sockets it inherited: 3 is the host's, 4 is where
-// programs inside can connect.
+// beAgent serves on inherited sockets: 3 for the host, 4 for programs inside.
 func beAgent(text string) error {
 	cfg := guest.Default()
 	if err := json.Unmarshal([]byte(text), &cfg); err != nil {
@@ -154,7 +153,7 @@ func startSandbox(t *testing.T) *sandbox {
 		t.Skip("needs root for namespaces and users")
 	}
 	dir := t.TempDir()
-	// The temporary directory's parent is closed to others.
+	// Other users cannot access the temporary directory's parent.
 	for d := dir; d != os.TempDir() && d != "/"; d = filepath.Dir(d) {
 		if err := os.Chmod(d, 0o755); err != nil {
 			t.Fatal(err)
@@ -243,7 +242,7 @@ func writeFile(t *testing.T, path, text string) {
 	}
 }
 
-// result is all a command said.
+// result is the output and the exit of a command.
 type result struct {
 	stdout, stderr, terminal string
 	exit                     guestclient.Exit
@@ -327,7 +326,7 @@ func eventually(t *testing.T, what string, ok func() bool) {
 		select {
 		case <-tick.C:
 		case <-deadline.C:
-			t.Fatalf("%s: still not after 10s", what)
+			t.Fatalf("%s: not true after 10s", what)
 		}
 	}
 }

@@ -42,8 +42,8 @@ func (a *Agent) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	}
 }
 
-// refuse answers with an error. What is not a refusal is a fault of the
-// agent's, of which the client learns no more than that.
+// writeError sends err as a response. The text of an error that is not an
+// HTTPError is logged and not sent: the client gets "internal error".
 func (a *Agent) writeError(w http.ResponseWriter, r *http.Request, err error) {
 	var httpErr *files.HTTPError
 	if !errors.As(err, &httpErr) {
@@ -201,7 +201,7 @@ func (a *Agent) authoriseFile(r *http.Request, operation, token string) error {
 	}, token, a.now())
 }
 
-// signed is a signature and what it is for, as they came in a query.
+// fileSignature is a signature and the values that it signs, as given in a query.
 type fileSignature struct{ path, operation, user, signature, expiration string }
 
 // checkSignature checks the signature before the expiry, because the expiry can
@@ -227,8 +227,8 @@ func checkSignature(s fileSignature, token string, now time.Time) error {
 	return nil
 }
 
-// same compares two secrets without telling how far they agree, or how long
-// they are.
+// equalSecrets compares two secrets in constant time, which depends neither on
+// where they differ nor on their lengths.
 func equalSecrets(a, b string) bool {
 	x, y := sha256.Sum256([]byte(a)), sha256.Sum256([]byte(b))
 	return subtle.ConstantTimeCompare(x[:], y[:]) == 1

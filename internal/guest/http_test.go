@@ -81,7 +81,7 @@ func TestAccess(t *testing.T) {
 	none := map[string]string{wire.HeaderToken: ""}
 	initBody := `{"accessToken":"mine"}`
 
-	// Before the host has spoken, nobody gets anything.
+	// Before the initialisation every request is refused.
 	if got := status(s.dial, "GET", "/metrics", "", none); got != 503 {
 		t.Errorf("metrics before init: %d", got)
 	}
@@ -92,7 +92,7 @@ func TestAccess(t *testing.T) {
 	if err != nil || res.Generation != 1 || res.Version != wire.Version {
 		t.Fatalf("%+v, %v", res, err)
 	}
-	// Without a token the host may and the inside may not.
+	// Without a token the host has access and programs inside have not.
 	if got := status(s.dial, "GET", "/metrics", "", none); got != 200 {
 		t.Errorf("host without token: %d", got)
 	}
@@ -141,7 +141,7 @@ func TestAccess(t *testing.T) {
 	if r := strings.Split(r.stdout, "\n"); r[0] != "after" || r[len(r)-3] != "/usr" || r[len(r)-2] != "abc1" {
 		t.Errorf("got %q", r)
 	}
-	// An answer that was lost: the agent has the new token, the client the old.
+	// After a lost response the agent has the new token and the client the old.
 	if _, err := guestclient.New(guestclient.Config{Dial: s.dial, Token: token}).Init(ctx, wire.InitRequest{AccessToken: "next"}); err != nil {
 		t.Fatal(err)
 	}
@@ -158,8 +158,8 @@ func TestAccess(t *testing.T) {
 	}
 }
 
-// TestHostileHosts has root in the sandbox put in the place of the hosts file
-// what must not hold up an initialisation, as after a restart.
+// TestHostileHosts replaces the hosts file as root in the sandbox by files that
+// must not block an initialisation.
 func TestHostileHosts(t *testing.T) {
 	s := newSandbox(t)
 	hosts := s.dir + "/etc/hosts"
@@ -177,7 +177,7 @@ func TestHostileHosts(t *testing.T) {
 	}
 }
 
-// TestHidden has a user look for what is the agent's.
+// TestHidden checks that a user can neither read the agent's memory nor signal it.
 func TestHidden(t *testing.T) {
 	s := newSandbox(t)
 	for _, path := range []string{"/proc/1/environ", "/proc/1/mem", "/proc/1/maps", "/proc/1/fd/3", "/proc/1/cwd/x"} {
@@ -190,7 +190,7 @@ func TestHidden(t *testing.T) {
 			t.Errorf("a user can send %s to process 1", sig)
 		}
 	}
-	// Not even root ends it by a signal that is not for it.
+	// Root in the sandbox cannot kill or stop process 1 either.
 	r := s.run(t, guestclient.Command{Argv: []string{"/bin/sh", "-c", "kill -KILL 1; kill -STOP 1; echo alive"}, User: "root"})
 	if r.stdout != "alive\n" {
 		t.Errorf("got %+v", r)
@@ -325,9 +325,9 @@ func TestUploads(t *testing.T) {
 		}
 	}
 	if _, err := os.Stat(s.home + "/cut"); err == nil {
-		t.Error("a file that did not arrive whole is there")
+		t.Error("an incomplete upload left a file")
 	}
-	// A client that goes away in the middle leaves nothing either.
+	// A client that disconnects during an upload leaves no file either.
 	conn, err := s.dial(t.Context())
 	if err != nil {
 		t.Fatal(err)
@@ -364,7 +364,7 @@ func TestCompose(t *testing.T) {
 		}
 	}
 	if got, err := s.read(t, "", "out/all"); err != nil || got != "one two" {
-		t.Errorf("a refusal cost the destination: %q, %v", got, err)
+		t.Errorf("a refused request changed the destination: %q, %v", got, err)
 	}
 }
 
@@ -455,7 +455,7 @@ func frame(text string) string {
 	return string(head[:]) + text
 }
 
-// TestJSON speaks the protocol as E2B's clients do.
+// TestJSON uses the protocol in JSON, as E2B's clients do.
 func TestJSON(t *testing.T) {
 	s := newSandbox(t)
 	stream := map[string]string{"Content-Type": "application/connect+json", "Connect-Protocol-Version": "1", "Authorization": "Basic dXNlcjo="}
@@ -496,7 +496,7 @@ func TestJSON(t *testing.T) {
 	if res.StatusCode != 409 || !strings.Contains(body, `"already_exists"`) {
 		t.Errorf("%d %s", res.StatusCode, body)
 	}
-	// More than a request may be.
+	// Larger than a request may be.
 	res, body = s.do(t, "POST", "/process.Process/SendInput", `{"process":{"pid":1},"input":{"stdin":"`+strings.Repeat("AAAA", 5<<20)+`"}}`, unary)
 	if !strings.Contains(body, "resource_exhausted") {
 		t.Errorf("%d %.200s", res.StatusCode, body)

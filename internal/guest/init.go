@@ -188,7 +188,8 @@ func readSmall(path string) ([]byte, error) {
 	return io.ReadAll(io.LimitReader(f, maxHosts))
 }
 
-// marks writes the files by which E2B's tools know where they are.
+// writeE2BFiles writes the files from which E2B's tools read the ids of the
+// sandbox and the template.
 func (a *Agent) writeE2BFiles(env map[string]string) error {
 	dir := filepath.Join(a.cfg.Run, "e2b")
 	for _, name := range [...]string{"E2B_SANDBOX", "E2B_SANDBOX_ID", "E2B_TEMPLATE_ID"} {

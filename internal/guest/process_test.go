@@ -79,7 +79,7 @@ func TestExec(t *testing.T) {
 		}
 	})
 	t.Run("what is inherited", func(t *testing.T) {
-		// What whoever started these tests ignores is not the agent's doing.
+		// Signals that were ignored when the tests started are inherited.
 		own, err := os.ReadFile("/proc/self/status")
 		if err != nil {
 			t.Fatal(err)
@@ -139,7 +139,7 @@ func TestExecRefusals(t *testing.T) {
 		{"a directory", guestclient.Command{Argv: []string{"/usr"}}, kind.Invalid, wire.ReasonCommandNotExecutable, "/usr"},
 		{"no interpreter", guestclient.Command{Argv: []string{"./nointerp"}}, kind.Invalid, wire.ReasonCommandNotExecutable, "interpreter"},
 		{"garbage", guestclient.Command{Argv: []string{"./garbage"}}, kind.Invalid, wire.ReasonCommandNotExecutable, "unknown executable format"},
-		{"behind a closed door", guestclient.Command{Argv: []string{closed + "/sub/x"}}, kind.Invalid, wire.ReasonCommandNotExecutable, "closed/sub/x"},
+		{"in an inaccessible directory", guestclient.Command{Argv: []string{closed + "/sub/x"}}, kind.Invalid, wire.ReasonCommandNotExecutable, "closed/sub/x"},
 		{"cwd missing", guestclient.Command{Argv: []string{"true"}, Cwd: "/no/where"}, kind.Invalid, wire.ReasonCwd, "cwd '/no/where' does not exist"},
 		{"cwd is a file", guestclient.Command{Argv: []string{"true"}, Cwd: "data"}, kind.Invalid, wire.ReasonCwd, "is not a directory"},
 		{"cwd closed", guestclient.Command{Argv: []string{"true"}, Cwd: closed}, kind.Invalid, wire.ReasonCwd, "permission denied"},
@@ -325,14 +325,14 @@ func TestTimeoutKillsTree(t *testing.T) {
 		t.Errorf("took %v", d)
 	}
 	noneLeft(t, s)
-	// In time is in time.
+	// A process that ends before its timeout is not affected.
 	if r := s.run(t, guestclient.Command{Argv: []string{"true"}, Timeout: time.Minute}); r.exit.TimedOut || r.exit.Code != 0 {
 		t.Errorf("exit %+v", r.exit)
 	}
 }
 
-// escapees are descendants that try every ordinary way to get lost: in the
-// background, in a session of their own, orphaned, without environment.
+// escapees are descendants that leave their parent in every ordinary way: in the
+// background, in a new session, orphaned, without environment.
 const escapees = `
 sleep 987601 &
 setsid sleep 987602 &
@@ -410,7 +410,8 @@ func TestBackgroundChildHoldsPipe(t *testing.T) {
 	if d := time.Since(began); d > 3*time.Second {
 		t.Errorf("took %v", d)
 	}
-	// One that goes on talking neither holds the end up nor dies of it.
+	// A background process that keeps writing neither delays the end nor is
+	// killed by a closed pipe.
 	began = time.Now()
 	r = s.sh(t, "(while :; do echo noise; sleep 0.02; done) & echo $!")
 	if d := time.Since(began); d > 10*time.Second {
@@ -420,7 +421,7 @@ func TestBackgroundChildHoldsPipe(t *testing.T) {
 	if r := s.sh(t, "sleep 0.2; kill -0 "+pid); r.exit.Code != 0 {
 		t.Errorf("the background process died: %+v", r)
 	}
-	// Nor does one that floods.
+	// The same for one that writes without pause.
 	if r := s.sh(t, "yes & echo ok"); !strings.Contains(r.stdout, "ok") || r.exit.Code != 0 {
 		t.Errorf("a flood: %+v", r.exit)
 	}
@@ -468,7 +469,7 @@ func TestReconnect(t *testing.T) {
 			t.Errorf("got %+v, %v", r.exit, err)
 		}
 	}
-	// A late caller still learns how it ended.
+	// A caller that attaches after the end still gets the exit code.
 	late, err := s.Attach(ctx, p.PID)
 	if err != nil {
 		t.Fatal(err)
@@ -485,8 +486,8 @@ func TestReconnect(t *testing.T) {
 	}
 }
 
-// TestClientGone proves that the agent notices a client that left: the
-// connection of a quiet stream is given up, and output does not pile up.
+// TestClientGone checks that the agent notices a client that has disconnected: it
+// closes the stream of a silent process, and does not buffer output.
 func TestClientGone(t *testing.T) {
 	s := newSandbox(t)
 	connections := func() int {
@@ -518,8 +519,8 @@ func TestClientGone(t *testing.T) {
 	}
 }
 
-// TestLargeOutput has a slow reader take 200 MB: all of it arrives in order,
-// and the agent's memory stays flat.
+// TestLargeOutput reads 200 MB slowly: all of it arrives in order, and the
+// agent's memory does not grow.
 func TestLargeOutput(t *testing.T) {
 	if testing.Short() {
 		t.Skip("moves 200 MB")
@@ -561,7 +562,7 @@ func TestLargeOutput(t *testing.T) {
 	}
 }
 
-// wait takes time, as what it stands for would.
+// wait sleeps, to simulate slow work.
 func wait(t *testing.T, d time.Duration) {
 	t.Helper()
 	select {

@@ -62,7 +62,7 @@ func TestFromInside(t *testing.T) {
 	}
 	for _, a := range own {
 		if n, ok := a.(*net.IPNet); ok && !fromInside(addressed{remote: &net.TCPAddr{IP: n.IP}, local: tcp(t, "203.0.113.2:1")}) {
-			t.Errorf("the machine's own %v is taken for the host", n)
+			t.Errorf("the machine's own %v is not recognised as the machine's own", n)
 		}
 	}
 }

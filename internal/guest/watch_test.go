@@ -19,7 +19,7 @@ import (
 	"bivy/internal/guest/wire/gen/filesystem/filesystemconnect"
 )
 
-// filesystem is the service as any client of the protocol sees it, in JSON.
+// filesystem is a client of the filesystem service that uses JSON.
 func (s *sandbox) filesystem(t *testing.T) filesystemconnect.FilesystemClient {
 	t.Helper()
 	tr := &http.Transport{}
@@ -64,7 +64,7 @@ func TestWatch(t *testing.T) {
 	if !stream.Receive() || stream.Msg().GetStart() == nil {
 		t.Fatalf("no start: %v", stream.Err())
 	}
-	// expect reads events until all of want have come, in any company.
+	// expect reads events until all of want have come; others may come between.
 	expect := func(script string, want ...string) {
 		t.Helper()
 		if r := s.sh(t, script); r.exit.Code != 0 {
@@ -98,7 +98,7 @@ func TestWatch(t *testing.T) {
 	expect("echo 2 >> w/n1/n2/f", "WRITE n1/n2/f")
 	expect("mv w/n1 w/m1 && echo 3 >> w/m1/n2/f", "RENAME n1", "CREATE m1", "WRITE m1/n2/f")
 	expect("mv w/m1/n2 w/old/n3 && echo 4 >> w/old/n3/f && mv w/old/n3 w/m1/n2", "RENAME m1/n2", "CREATE old/n3", "WRITE old/n3/f", "CREATE m1/n2")
-	// Out of the tree it is followed no longer, and back in it is.
+	// A directory moved out of the tree is not watched; moved back it is.
 	expect("mv w/m1 m2 && echo 5 >> m2/n2/f && echo 1 > w/mark", "RENAME m1", "CREATE mark")
 	expect("mv m2 w/m1", "CREATE m1", "CREATE m1/n2", "CREATE m1/n2/f")
 	expect("echo 6 >> w/m1/n2/f", "WRITE m1/n2/f")
@@ -127,7 +127,7 @@ func TestWatchNotRecursive(t *testing.T) {
 		}
 		for _, e := range res.Msg.GetEvents() {
 			if e.Entry != nil {
-				t.Error("an entry nobody asked for")
+				t.Error("an entry that was not requested")
 			}
 			names = append(names, e.GetName())
 		}
@@ -136,7 +136,7 @@ func TestWatchNotRecursive(t *testing.T) {
 	if slices.Contains(names, "sub/unseen") || !slices.Contains(names, "seen") {
 		t.Errorf("events %q", names)
 	}
-	// More than a forgotten watcher keeps: it says that it lost some.
+	// More events than a polled watcher keeps: it reports the loss.
 	s.sh(t, "cd "+dir+"; i=0; while [ $i -lt 12 ]; do seq 1000 | sed s/^/x$i-/ | xargs touch; i=$((i+1)); done")
 	eventually(t, "the loss is told", func() bool {
 		_, err := fs.GetWatcherEvents(ctx, connect.NewRequest(&pb.GetWatcherEventsRequest{WatcherId: id}))
@@ -162,7 +162,7 @@ func TestWatchRefusals(t *testing.T) {
 			t.Errorf("%s: got %v, want %v", path, err, want)
 		}
 	}
-	// A refusal takes no place, and neither does a stream that has ended.
+	// Neither a failed request nor a stream that has ended counts.
 	for i := range 70 {
 		ctx, cancel := context.WithCancel(t.Context())
 		stream, err := fs.WatchDir(ctx, connect.NewRequest(&pb.WatchDirRequest{Path: "~"}))
@@ -176,7 +176,7 @@ func TestWatchRefusals(t *testing.T) {
 		}
 	}
 	eventually(t, "streams end", func() bool { return inotifies(t, s.pid) == 0 })
-	// A place is free a moment after its descriptor.
+	// The count is reduced a moment after the descriptor is closed.
 	create := func() error {
 		_, err := fs.CreateWatcher(t.Context(), connect.NewRequest(&pb.CreateWatcherRequest{Path: "~"}))
 		return err

@@ -1,5 +1,5 @@
-// Package hostclock tells which boot of this machine it is and how long ago it
-// was: what a wall clock that anybody may move cannot say.
+// Package hostclock returns the id of this boot of the machine and the time since
+// it. Unlike the wall clock, neither changes when the time is set.
 package hostclock
 
 import (
@@ -20,12 +20,13 @@ func BootID() (string, error) {
 	return strings.TrimSpace(string(b)), nil
 }
 
-// Uptime is the time since this boot, suspension included. It only grows.
+// Uptime returns the time since this boot, including time in suspend. It never
+// decreases.
 func Uptime() time.Duration {
 	var ts unix.Timespec
 	if err := unix.ClockGettime(unix.CLOCK_BOOTTIME, &ts); err != nil {
-		// The call has no way to fail on a kernel that has the clock, which is
-		// every one since 2.6.39; without it no deadline could be kept.
+		// The call cannot fail on Linux 2.6.39 or newer. Without the clock no
+		// deadline could be enforced.
 		panic(fmt.Sprintf("reading CLOCK_BOOTTIME: %v", err))
 	}
 	return time.Duration(ts.Nano())

@@ -1,4 +1,4 @@
-// Package secret holds plaintext secrets in a type that does not show them.
+// Package secret has the type for plaintext secrets, which does not print them.
 //
 // A Value prints, logs and encodes as [Redacted]: with every verb of fmt, in
 // slog, JSON and text, and also as a field inside another value. Only
@@ -37,9 +37,8 @@ func (v Value) Reveal() string {
 	return v.plain()
 }
 
-// Equal reports whether both plaintexts are the same. Its duration depends
-// neither on where they differ nor, because hashes are compared, on how much of
-// them is equal.
+// Equal reports whether both plaintexts are the same. It compares hashes in constant
+// time, so its duration does not depend on where they differ.
 func (v Value) Equal(o Value) bool {
 	a, b := sha256.Sum256([]byte(v.Reveal())), sha256.Sum256([]byte(o.Reveal()))
 	return subtle.ConstantTimeCompare(a[:], b[:]) == 1

@@ -18,8 +18,8 @@ import (
 	"bivy/internal/kind"
 )
 
-// hostBase builds base from this host. Packages that are not installed here
-// are left out and said; without a dpkg database the test is skipped.
+// hostBase builds base from this host. It leaves out packages that are not
+// installed and logs them; without a dpkg database the test is skipped.
 func hostBase(t *testing.T, s *Store) Template {
 	t.Helper()
 	spec := Base()
@@ -48,7 +48,7 @@ func hostBase(t *testing.T, s *Store) Template {
 	return tmpl
 }
 
-// chroot is an image mounted by the kernel with what programs need besides.
+// chroot is an image mounted by the kernel, with the mounts that programs need.
 type chroot struct {
 	t   *testing.T
 	dir string
@@ -112,8 +112,8 @@ func (c chroot) run(tmpl Template, argv ...string) (string, error) {
 		Chroot:     c.dir,
 		Credential: &syscall.Credential{Uid: 1000, Gid: 1000, Groups: []uint32{27, 100}},
 	}
-	// A hostname that the image's /etc/hosts has, or sudo warns. The thread that
-	// got it is never given back, and ends with its goroutine.
+	// Set a host name that is in the image's /etc/hosts; otherwise sudo warns. The
+	// thread stays locked, so it ends with its goroutine.
 	type result struct {
 		out []byte
 		err error
@@ -174,7 +174,8 @@ func TestBaseRuns(t *testing.T) {
 	}
 }
 
-// TestLoginShellForksNothing traces what clients run for every command.
+// TestLoginShellForksNothing checks with strace that a login shell, which clients
+// start for every command, starts no other program.
 func TestLoginShellForksNothing(t *testing.T) {
 	strace, err := exec.LookPath("strace")
 	if err != nil {

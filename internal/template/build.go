@@ -24,18 +24,17 @@ import (
 	"bivy/internal/template/tree"
 )
 
-// formatVersion is part of every build key; it grows when the same input would
-// give another image.
+// formatVersion is part of every build key. It is increased when the same input
+// would result in another image.
 const formatVersion = 1
 
-// Build makes the template that spec describes and gives it the spec's name.
-// What was built from the same content before is found, not built again, and
-// concurrent builds of the same thing are one. The build stops when the last
-// caller that waits for it is gone. Nothing half-made is left after a failure.
-// progress may be nil.
+// Build returns the template that spec describes and gives it the spec's name.
+// Content that was built before is not built again, and concurrent calls for the
+// same content share one build, which stops when the last of them is cancelled. A
+// failed build leaves nothing behind. progress may be nil.
 //
-// The template is kept for the grace period even without a name. A caller that
-// uses it longer takes a lease within that time.
+// Without a name the template is kept for the grace period. A caller that uses it
+// longer must take a lease within that time.
 func (s *Store) Build(ctx context.Context, spec Spec, progress Progress) (Template, error) {
 	t, err := s.buildDigest(ctx, spec, progress)
 	if err != nil {
@@ -44,7 +43,7 @@ func (s *Store) Build(ctx context.Context, spec Spec, progress Progress) (Templa
 			label = "from " + spec.From.Kind()
 		}
 		if errors.Is(err, unix.ENOSPC) || errors.Is(err, unix.EDQUOT) {
-			return Template{}, kind.Errorf(kind.Exhausted, "template %s: %w", label, err).WithHint("make room below %s, e.g. by removing templates that nothing uses", s.dir)
+			return Template{}, kind.Errorf(kind.Exhausted, "template %s: %w", label, err).WithHint("free space below %s, e.g. by removing unused templates", s.dir)
 		}
 		return Template{}, fmt.Errorf("template %s: %w", label, err)
 	}
@@ -90,24 +89,24 @@ func (s *Store) buildDigest(ctx context.Context, spec Spec, progress Progress) (
 	work, cancel := context.WithCancel(context.WithoutCancel(ctx))
 	f.cancel = cancel
 	close(f.started)
-	go func() { // every caller waits for it; the last to leave cancels it first
+	go func() { // every caller waits for it; the last one to leave cancels it
 		defer cancel()
 		t, err := s.build(work, spec, src, f.report)
 		if err == nil && cached {
 			err = s.writeFile(buildsDir+"/"+key, []byte(string(t.Digest)+"\n"))
 		}
-		s.land(key, f, t, errors.Join(err, src.Close()))
+		s.finish(key, f, t, errors.Join(err, src.Close()))
 	}()
 	return s.wait(ctx, f, id)
 }
 
-// built finds what a build with the same key gave before.
+// built returns the template of an earlier build with the same key.
 func (s *Store) built(key string) (Template, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	digest, err := s.readDigest(buildsDir + "/" + key)
 	if errors.Is(err, fs.ErrNotExist) {
-		return Template{}, kind.Errorf(kind.NotFound, "build %s was not made yet", key)
+		return Template{}, kind.Errorf(kind.NotFound, "build %s does not exist", key)
 	}
 	if err != nil {
 		return Template{}, fmt.Errorf("build %s: %w", key, err)
@@ -115,22 +114,22 @@ func (s *Store) built(key string) (Template, error) {
 	t, err := s.load(digest)
 	if err != nil {
 		if !kind.Is(err, kind.NotFound) {
-			s.opts.Log.Warn("broken template is built again", "template", digest, "error", err)
+			s.opts.Log.Warn("building a broken template again", "template", digest, "error", err)
 		}
 		return Template{}, kind.Errorf(kind.NotFound, "build %s: %w", key, err)
 	}
 	return t, s.touch(digest)
 }
 
-// touch starts the grace period of a template that a build gives out.
+// touch restarts the grace period of a template that a build returns.
 func (s *Store) touch(digest Digest) error {
 	now := s.opts.Now()
 	return s.root.Chtimes(digest.Hex()+"/"+leasesDir, now, now)
 }
 
-// key hashes everything that decides what a build gives, the name excluded.
-// Without a source key it hashes the spec, which is good for joining a build
-// that is running and no more.
+// key returns a hash of everything that determines the result of a build; the name
+// does not. Without a source key it hashes the spec: such a key is only used to
+// join a running build.
 func (s *Store) key(spec Spec, sourceKey string) (string, error) {
 	type extra struct {
 		Path string
@@ -167,7 +166,7 @@ func (s *Store) key(spec Spec, sourceKey string) (string, error) {
 	return hex.EncodeToString(sum[:]), nil
 }
 
-// templateDigest names a template.
+// templateDigest returns the digest of a template.
 func templateDigest(imageDigest Digest, config Config) (Digest, error) {
 	b, err := json.Marshal(struct {
 		Image  Digest `json:"image"`
@@ -180,7 +179,7 @@ func templateDigest(imageDigest Digest, config Config) (Digest, error) {
 	return Digest("sha256:" + hex.EncodeToString(sum[:])), nil
 }
 
-// build does the work of one build in a directory of its own below tmp.
+// build runs one build in a new directory below tmp.
 func (s *Store) build(ctx context.Context, spec Spec, src source.Source, report Progress) (_ Template, err error) {
 	work := tmpDir + "/build-" + rand.Text()
 	if err := s.root.Mkdir(work, 0o700); err != nil {
@@ -192,7 +191,7 @@ func (s *Store) build(ctx context.Context, spec Spec, src source.Source, report 
 		return Template{}, err
 	}
 	defer func() { err = errors.Join(err, spoolFile.Close()) }()
-	// Unlinked at once: its space goes back with the process, come what may.
+	// Unlinked at once, so that its space is freed when the process ends.
 	if err := s.root.Remove(work + "/spool"); err != nil {
 		return Template{}, err
 	}
@@ -206,7 +205,7 @@ func (s *Store) build(ctx context.Context, spec Spec, src source.Source, report 
 	if err != nil {
 		return Template{}, err
 	}
-	if err := t.BeginLayer("what bivy adds"); err != nil {
+	if err := t.BeginLayer("files added by bivy"); err != nil {
 		return Template{}, err
 	}
 	if err := addSkeleton(t); err != nil {
@@ -237,7 +236,7 @@ func (s *Store) build(ctx context.Context, spec Spec, src source.Source, report 
 	})
 }
 
-// merge lays what the spec says over what the source says.
+// merge combines the defaults of the source with the spec, which takes precedence.
 func merge(d source.Defaults, spec Spec) Config {
 	c := Config{User: d.User, Workdir: d.Workdir, Cmd: d.Cmd}
 	if len(d.Env)+len(spec.Env) > 0 {
@@ -257,13 +256,13 @@ func merge(d source.Defaults, spec Spec) Config {
 	return c
 }
 
-// addSkeleton makes sure of the directories that a sandbox mounts over and of
-// the files that name lookups expect; an image made for another runtime often
-// leaves them to it.
+// addSkeleton adds the directories that a sandbox needs as mount points and the
+// files that name resolution needs, where the source does not have them: other
+// runtimes create them at start.
 //
-// /tmp is never empty: over an empty one gVisor mounts a file system of its
-// own, outside the session's disk limit and outside the list of what the
-// session changed. The directory is the one that Debian's systems have there.
+// /tmp must not be empty: on an empty one gVisor mounts a tmpfs, which the
+// session's disk limit and its list of changed files do not cover. Debian has the
+// directory .X11-unix there.
 func addSkeleton(t *tree.Tree) error {
 	for _, d := range []struct {
 		name string
@@ -294,8 +293,8 @@ func addSkeleton(t *tree.Tree) error {
 	return nil
 }
 
-// addExtra puts one of the store's own files into the image, in directories
-// that only root may change whatever the source says of them.
+// addExtra adds an extra file to the image, and makes its parent directories
+// writable by root only.
 func addExtra(t *tree.Tree, spool *tree.Spool, x Extra) error {
 	if !path.IsAbs(x.Path) || path.Clean(x.Path) != x.Path || x.Path == "/" {
 		return kind.Errorf(kind.Invalid, "not a clean absolute path")
@@ -320,8 +319,7 @@ func addExtra(t *tree.Tree, spool *tree.Spool, x Extra) error {
 	return t.Put(x.Path, &tree.Inode{Mode: unix.S_IFREG | uint32(x.Mode.Perm()), Size: size, Content: content})
 }
 
-// install moves a finished build to its place, unless the same template is
-// there already.
+// install moves a finished build into place, unless the same template exists.
 func (s *Store) install(ctx context.Context, work string, m meta) (Template, error) {
 	digest, err := templateDigest(m.Image, m.Config)
 	if err != nil {
@@ -367,15 +365,15 @@ func (s *Store) install(ctx context.Context, work string, m meta) (Template, err
 	return s.load(digest)
 }
 
-// replaceLocked makes room for a template that is there but broken, unless
-// something may still run from it.
+// replaceLocked removes a broken template, so that a new build can take its place,
+// unless something may still run from it.
 func (s *Store) replaceLocked(digest Digest, broken error) error {
 	leases, err := s.leasesLocked(digest)
 	if err != nil {
 		return err
 	}
 	if len(leases) > 0 {
-		return kind.Errorf(kind.Conflict, "%w, and it is in use by %s", broken, strings.Join(leases, ", "))
+		return kind.Errorf(kind.Conflict, "%w; it is in use by %s", broken, strings.Join(leases, ", "))
 	}
 	return s.discardLocked(digest)
 }

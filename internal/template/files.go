@@ -10,10 +10,10 @@ import (
 	"bivy/internal/durable"
 )
 
-// What is wrong with a file's content, as opposed to reading it.
+// Errors in the content of a file, as opposed to errors of reading it.
 var (
-	errTooLong  = errors.New("over the limit")
-	errNoDigest = errors.New("it holds no digest")
+	errTooLong  = errors.New("exceeds the limit")
+	errNoDigest = errors.New("not a digest")
 )
 
 // readFile reads a small file of the store.
@@ -45,7 +45,7 @@ func (s *Store) readDigest(name string) (Digest, error) {
 	return d, nil
 }
 
-// writeFile writes a file of the store, which only its owner can read.
+// writeFile writes a file of the store, readable by its owner only.
 func (s *Store) writeFile(name string, data []byte) error {
 	return durable.WriteFileIn(s.root, name, data, 0o600)
 }

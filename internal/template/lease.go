@@ -13,12 +13,12 @@ import (
 
 var holderForm = regexp.MustCompile(`^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$`)
 
-// Lease keeps the template from being collected or removed until holder
-// releases it, also across restarts. It may be taken again by the same holder.
-// A template that is not there is kind.NotFound.
+// Lease keeps the template from being collected or removed until holder releases
+// it, also across restarts. The same holder may take it again. An unknown template
+// is kind.NotFound.
 func (s *Store) Lease(digest Digest, holder string) error {
 	if !holderForm.MatchString(holder) {
-		return kind.Errorf(kind.Invalid, "lease of %s: %.64q is no holder: want 1 to 128 of letters, digits, '.', '_', '-'", digest, holder)
+		return kind.Errorf(kind.Invalid, "lease of %s: invalid holder %.64q: want 1 to 128 of letters, digits, '.', '_', '-'", digest, holder)
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -36,11 +36,11 @@ func (s *Store) Lease(digest Digest, holder string) error {
 	return nil
 }
 
-// Release gives up a lease. One that is not held, also because its template is
-// gone, is no error.
+// Release gives up a lease. It is no error if holder has none, or if the template
+// does not exist any more.
 func (s *Store) Release(digest Digest, holder string) error {
 	if !holderForm.MatchString(holder) {
-		return nil // Lease never gave it one
+		return nil // such a holder cannot have a lease
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -50,8 +50,8 @@ func (s *Store) Release(digest Digest, holder string) error {
 	return nil
 }
 
-// Leases returns the holders of leases on the template, sorted, so that a
-// restarted daemon can release those whose holder is gone.
+// Leases returns the holders of leases on the template, sorted. A restarted daemon
+// releases those whose holder does not exist any more.
 func (s *Store) Leases(digest Digest) ([]string, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

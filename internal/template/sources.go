@@ -23,10 +23,10 @@ func Base() Spec {
 	}
 }
 
-// BasePackages returns the Debian packages that Base needs on this host.
+// BasePackages returns the Debian packages that must be installed for Base.
 func BasePackages() []string { return debian.BasePackages() }
 
-// source makes the source that f describes, which must be valid.
+// source returns the source that f describes. f must be valid.
 func (s *Store) source(f From) (source.Source, error) {
 	switch {
 	case f.HostPackages != nil:
@@ -55,7 +55,7 @@ func (s *Store) source(f From) (source.Source, error) {
 	return nil, kind.Errorf(kind.Invalid, "no source").WithField("from")
 }
 
-// login fetches the credentials that the spec only points to.
+// login reads the credentials from where the spec says.
 func (s *Store) login(i *Image) (*source.Login, error) {
 	c := i.Credentials
 	if c == nil {

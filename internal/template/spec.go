@@ -14,13 +14,13 @@ import (
 // SpecVersion is the version of Spec this build reads.
 const SpecVersion = 1
 
-// Spec says what a template is made from and what its processes start with.
-// Exactly one source of From is set.
+// Spec describes a template: its source and the defaults of its processes. Exactly
+// one field of From is set.
 type Spec struct {
 	Version int               `yaml:"version" json:"version"`
-	Name    string            `yaml:"name,omitempty" json:"name,omitempty"` // [namespace/]name[:tag]; may be empty: found by digest only
+	Name    string            `yaml:"name,omitempty" json:"name,omitempty"` // [namespace/]name[:tag]; empty: the template has only a digest
 	From    From              `yaml:"from" json:"from"`
-	Env     map[string]string `yaml:"env,omitempty" json:"env,omitempty"`         // added to the source's own, and wins
+	Env     map[string]string `yaml:"env,omitempty" json:"env,omitempty"`         // added to the source's; takes precedence
 	User    string            `yaml:"user,omitempty" json:"user,omitempty"`       // empty: the source's, else root
 	Workdir string            `yaml:"workdir,omitempty" json:"workdir,omitempty"` // empty: the source's
 	Cmd     []string          `yaml:"cmd,omitempty" json:"cmd,omitempty"`         // empty: the source's entrypoint and command
@@ -45,12 +45,12 @@ type HostPackages struct {
 // Image is an OCI or Docker image in a registry.
 type Image struct {
 	Ref         string       `yaml:"ref" json:"ref"`                                     // e.g. registry.example/team/app:1.2 or …@sha256:…
-	PlainHTTP   bool         `yaml:"plain_http,omitempty" json:"plain_http,omitempty"`   // no TLS; loopback registries need not say so
+	PlainHTTP   bool         `yaml:"plain_http,omitempty" json:"plain_http,omitempty"`   // no TLS; always the case for loopback registries
 	Credentials *Credentials `yaml:"credentials,omitempty" json:"credentials,omitempty"` // empty: anonymous
 }
 
-// Credentials says where a registry's credentials are. They are never in the
-// spec itself, which is checked into repositories and recorded.
+// Credentials says where a registry's credentials are. The spec must not contain
+// them, because it is kept in repositories and in records.
 type Credentials struct {
 	Username     string `yaml:"username,omitempty" json:"username,omitempty"`
 	PasswordEnv  string `yaml:"password_env,omitempty" json:"password_env,omitempty"`   // an environment variable of the server
@@ -58,7 +58,7 @@ type Credentials struct {
 	DockerConfig string `yaml:"docker_config,omitempty" json:"docker_config,omitempty"` // a Docker config.json; its helpers are not run
 }
 
-// Tarball is an image in a tar file, as "docker save" or an OCI archive.
+// Tarball is an image in a tar file, made by "docker save" or an OCI archive.
 type Tarball struct {
 	Path string `yaml:"path" json:"path"`
 	Ref  string `yaml:"ref,omitempty" json:"ref,omitempty"` // which image, when it holds several
@@ -75,12 +75,12 @@ type Directory struct {
 	Path string `yaml:"path" json:"path"`
 }
 
-// Tar is a root file system in a tar file, plain or packed with gzip or zstd.
+// Tar is a root file system in a tar file, plain or compressed with gzip or zstd.
 type Tar struct {
 	Path string `yaml:"path" json:"path"`
 }
 
-// Kind names the source: "host_packages", "image", "tarball", "layout",
+// Kind returns the name of the source: "host_packages", "image", "tarball", "layout",
 // "directory", "tar", or "" when there is not exactly one.
 func (f From) Kind() string {
 	name, n := "", 0
@@ -127,7 +127,7 @@ func (f *From) paths() []*string {
 	return out
 }
 
-// maxPackages is how many packages one template may name.
+// maxPackages is how many packages one template may list.
 const maxPackages = 4096
 
 var (
@@ -135,13 +135,13 @@ var (
 	userName    = regexp.MustCompile(`^[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}(:[A-Za-z0-9_][A-Za-z0-9_.-]{0,63})?$`)
 )
 
-// Validate reports the first field of s that is wrong.
+// Validate returns an error for the first invalid field of s.
 func (s Spec) Validate() error {
 	bad := func(field, format string, args ...any) error {
 		return kind.Errorf(kind.Invalid, format, args...).WithField(field)
 	}
 	if s.Version != SpecVersion {
-		return kind.Errorf(kind.Invalid, "version %d is not known to this bivy, which reads version %d", s.Version, SpecVersion).
+		return kind.Errorf(kind.Invalid, "unsupported version %d; this bivy reads version %d", s.Version, SpecVersion).
 			WithField("version").WithHint("set version: %d, or use a newer bivy", SpecVersion)
 	}
 	if s.Name != "" {
@@ -161,7 +161,7 @@ func (s Spec) Validate() error {
 		}
 	}
 	if s.User != "" && !userName.MatchString(s.User) {
-		return bad("user", "%.64q is not a user name", s.User)
+		return bad("user", "invalid user name %.64q", s.User)
 	}
 	if s.Workdir != "" && (!path.IsAbs(s.Workdir) || len(s.Workdir) > tree.MaxPath || strings.ContainsRune(s.Workdir, 0)) {
 		return bad("workdir", "%.64q is not an absolute path", s.Workdir)
@@ -184,12 +184,12 @@ func (f From) validate() error {
 	}
 	for _, p := range f.paths() {
 		if len(*p) > tree.MaxPath || strings.ContainsRune(*p, 0) {
-			return bad(name, "%.64q is not a path", *p)
+			return bad(name, "invalid path %.64q", *p)
 		}
 	}
 	need := func(v string) error {
 		if v == "" {
-			return bad(name+".path", "is empty")
+			return bad(name+".path", "must not be empty")
 		}
 		return nil
 	}
@@ -200,12 +200,12 @@ func (f From) validate() error {
 		}
 		for _, p := range f.HostPackages.Packages {
 			if !packageName.MatchString(p) {
-				return bad("host_packages.packages", "%.64q is not the name of a Debian package", p)
+				return bad("host_packages.packages", "invalid Debian package name %.64q", p)
 			}
 		}
 	case f.Image != nil:
 		if f.Image.Ref == "" || len(f.Image.Ref) > 1024 || strings.ContainsAny(f.Image.Ref, " \t\r\n\x00") {
-			return bad("image.ref", "%.64q is not an image reference", f.Image.Ref)
+			return bad("image.ref", "invalid image reference %.64q", f.Image.Ref)
 		}
 		if c := f.Image.Credentials; c != nil {
 			return c.validate()
@@ -236,7 +236,7 @@ func (c *Credentials) validate() error {
 		return bad("want exactly one of password_env, password_file, docker_config")
 	}
 	if (c.DockerConfig == "") != (c.Username != "") {
-		return bad("username goes with password_env or password_file")
+		return bad("username is required with password_env and password_file, and not allowed with docker_config")
 	}
 	return nil
 }

@@ -30,16 +30,16 @@ import (
 //	version                           the version of this layout
 //	<template hex>/template.json      what the template is; never changes
 //	<template hex>/<image hex>.erofs  its image; never changes
-//	<template hex>/leases/<holder>    who uses it
-//	<template hex>/snapshots/         whatever the one who boots it keeps there
+//	<template hex>/leases/<holder>    one file per lease
+//	<template hex>/snapshots/         snapshots, see package snapshot
 //	refs/<namespace or _>/<name>/<tag>  a template's digest
-//	builds/<key>                      the digest a build with that key gave
-//	tmp/                              unfinished work; emptied at Open
+//	builds/<key>                      the digest that a build with that key produced
+//	tmp/                              unfinished builds; emptied by Open
 //
-// A template's directory is made in tmp and renamed into place whole, and goes
-// back to tmp to be removed, so that a crash leaves all of it or nothing.
-// Templates with the same image share one file by hard link, and with it the
-// page cache.
+// A template's directory is created in tmp and renamed into place when it is
+// complete, and renamed back to tmp before it is removed, so that after a crash
+// the store has all of it or none. Templates with the same image share one file by
+// hard link, and with it the page cache.
 const (
 	versionFile  = "version"
 	refsDir      = "refs"
@@ -53,12 +53,12 @@ const (
 	maxMetaBytes = 1 << 20 // of template.json
 )
 
-// DefaultGrace is how long GC leaves a template alone that has neither a name
-// nor a lease: its builder may be about to take one.
+// DefaultGrace is how long GC keeps a template that has neither a name nor a
+// lease: the caller that built it may be about to take a lease.
 const DefaultGrace = 10 * time.Minute
 
-// Extra is a file that the store puts into every image, over whatever the
-// source has at its path. Missing parents belong to root.
+// Extra is a file that the store adds to every image. It replaces what the source
+// has at its path. Missing parent directories belong to root.
 type Extra struct {
 	Path string      // absolute, in the image
 	Mode fs.FileMode // permissions; the owner is root
@@ -85,18 +85,18 @@ type Store struct {
 	lock *dirlock.Lock
 	opts Options
 
-	// mu guards names, leases and the coming and going of templates; it is
-	// never held while an image is built.
+	// mu guards names, leases, and adding and removing templates. It is not held
+	// while an image is built.
 	mu sync.Mutex
 
-	// flightsMu guards flights, the builds that are running, by key.
-	flightsMu sync.Mutex
-	flights   map[string]*flight
+	// runningMu guards running, the builds in progress by key.
+	runningMu sync.Mutex
+	running   map[string]*sharedBuild
 }
 
-// Open opens the store in dir and makes it if need be. What a killed process
-// left unfinished is removed. A directory that another Store has open is
-// kind.Conflict; one from a newer bivy is kind.Conflict too.
+// Open opens the store in dir, which it creates if necessary, and removes what a
+// killed process left unfinished. It fails with kind.Conflict when another Store
+// has the directory open, or when its layout is of another version of bivy.
 func Open(dir string, opts Options) (*Store, error) {
 	abs, err := filepath.Abs(dir)
 	if err != nil {
@@ -109,7 +109,7 @@ func Open(dir string, opts Options) (*Store, error) {
 	if err != nil {
 		return nil, fmt.Errorf("template store: %w", err)
 	}
-	s := &Store{dir: abs, root: root, opts: opts, flights: map[string]*flight{}}
+	s := &Store{dir: abs, root: root, opts: opts, running: map[string]*sharedBuild{}}
 	if s.opts.Now == nil {
 		s.opts.Now = time.Now
 	}
@@ -144,7 +144,7 @@ func (s *Store) open() error {
 		return err
 	}
 	if err := s.root.RemoveAll(tmpDir); err != nil {
-		return fmt.Errorf("sweep: %w", err)
+		return fmt.Errorf("clean up: %w", err)
 	}
 	for _, d := range []string{tmpDir, refsDir, buildsDir} {
 		if err := s.root.Mkdir(d, 0o700); err != nil && !errors.Is(err, fs.ErrExist) {
@@ -154,9 +154,9 @@ func (s *Store) open() error {
 	return errors.Join(s.sweepBroken(), s.sweepNames())
 }
 
-// sweepBroken removes templates that cannot be used, such as one whose image
-// a person deleted or a full disk cut short, so that the next build makes them
-// again. What holds a lease stays: something may still run from it.
+// sweepBroken removes templates that cannot be used, such as those whose image was
+// deleted by hand or truncated by a full disk, so that the next build creates them
+// again. It keeps templates with a lease, because something may still run from them.
 func (s *Store) sweepBroken() error {
 	digests, err := s.digestsLocked()
 	if err != nil {
@@ -197,13 +197,13 @@ func (s *Store) checkVersion() error {
 	case err == nil && string(b) == want:
 		return nil
 	}
-	return kind.Errorf(kind.Conflict, "its layout is %q, this bivy reads %q", strings.TrimSpace(string(b)), strings.TrimSpace(want)).
-		WithHint("use the bivy that made it, or another data directory")
+	return kind.Errorf(kind.Conflict, "unsupported layout %q; this bivy reads %q", strings.TrimSpace(string(b)), strings.TrimSpace(want)).
+		WithHint("use the bivy that created it, or another data directory")
 }
 
-// sweepNames drops names and build keys that name no template, or one that is
-// gone, which happens when a removal was cut short. One that cannot be read
-// now stays: the reason may be temporary.
+// sweepNames removes names and build keys whose template does not exist, as after
+// an interrupted removal. It keeps those that cannot be read, because the cause may
+// be temporary.
 func (s *Store) sweepNames() error {
 	for _, dir := range []string{refsDir, buildsDir} {
 		err := fs.WalkDir(s.root.FS(), dir, func(name string, d fs.DirEntry, err error) error {
@@ -221,14 +221,14 @@ func (s *Store) sweepNames() error {
 			case err == nil:
 				return nil
 			case !errors.Is(err, fs.ErrNotExist) && !errors.Is(err, errTooLong) && !errors.Is(err, errNoDigest):
-				s.opts.Log.Warn("name of a template that cannot be read", "file", name, "error", err)
+				s.opts.Log.Warn("cannot read a template name", "file", name, "error", err)
 				return nil
 			}
-			s.opts.Log.Info("name of a removed template dropped", "file", name, "error", err)
+			s.opts.Log.Info("removed the name of a missing template", "file", name, "error", err)
 			return s.root.Remove(name)
 		})
 		if err != nil {
-			return fmt.Errorf("sweep %s: %w", dir, err)
+			return fmt.Errorf("clean up %s: %w", dir, err)
 		}
 	}
 	return nil
@@ -243,8 +243,8 @@ func (s *Store) Close() error {
 	return errors.Join(append(errs, s.root.Close())...)
 }
 
-// meta is template.json. The digest of a template is the hash of the image and
-// config fields alone, see templateDigest.
+// meta is the content of template.json. The digest of a template covers only the
+// fields image and config, see templateDigest.
 type meta struct {
 	Version    int       `json:"version"`
 	Image      Digest    `json:"image"`
@@ -270,7 +270,7 @@ func (s *Store) load(digest Digest) (Template, error) {
 		return Template{}, fmt.Errorf("template %s: %s: %w", digest, metaFile, err)
 	}
 	if m.Version != storeVersion {
-		return Template{}, kind.Errorf(kind.Conflict, "template %s: version %d, this bivy knows %d", digest, m.Version, storeVersion)
+		return Template{}, kind.Errorf(kind.Conflict, "template %s: version %d; this bivy reads version %d", digest, m.Version, storeVersion)
 	}
 	if got, err := templateDigest(m.Image, m.Config); err != nil || got != digest {
 		return Template{}, fmt.Errorf("template %s: %s describes another template (%s)", digest, metaFile, got)
@@ -282,7 +282,7 @@ func (s *Store) load(digest Digest) (Template, error) {
 	case err != nil:
 		return Template{}, fmt.Errorf("template %s: %w", digest, err)
 	case fi.Size() != m.ImageBytes:
-		return Template{}, fmt.Errorf("template %s: its image has %d bytes instead of %d", digest, fi.Size(), m.ImageBytes)
+		return Template{}, fmt.Errorf("template %s: its image has %d bytes, want %d", digest, fi.Size(), m.ImageBytes)
 	}
 	return Template{
 		Digest:      digest,
@@ -319,7 +319,7 @@ func (s *Store) getLocked(nameOrDigest string) (Template, error) {
 	d, err := s.readDigest(ref.file())
 	if errors.Is(err, fs.ErrNotExist) {
 		return Template{}, kind.Errorf(kind.NotFound, "template %s does not exist", ref).
-			WithHint("bivy template ls shows those that do")
+			WithHint("see bivy template ls")
 	}
 	if err != nil {
 		return Template{}, fmt.Errorf("template %s: %w", ref, err)
@@ -327,8 +327,8 @@ func (s *Store) getLocked(nameOrDigest string) (Template, error) {
 	return s.load(d)
 }
 
-// completeLocked finds the digest that begins as given, which listings show.
-// A whole one is returned as it is.
+// completeLocked returns the digest that begins with begin, which listings show
+// abbreviated. A complete digest is returned as it is.
 func (s *Store) completeLocked(begin string) (Digest, error) {
 	if d, err := parseDigest(begin); err == nil {
 		return d, nil
@@ -341,11 +341,11 @@ func (s *Store) completeLocked(begin string) (Digest, error) {
 	switch len(all) {
 	case 0:
 		return "", kind.Errorf(kind.NotFound, "template %s does not exist", begin).
-			WithHint("bivy template ls shows those that do")
+			WithHint("see bivy template ls")
 	case 1:
 		return all[0], nil
 	}
-	return "", kind.Errorf(kind.Invalid, "%d templates begin with %s", len(all), begin).WithHint("give more of the digest")
+	return "", kind.Errorf(kind.Invalid, "%d templates begin with %s", len(all), begin).WithHint("give more digits of the digest")
 }
 
 // Verify reads a template's image and compares it with its digest.
@@ -377,18 +377,18 @@ func (s *Store) Verify(ctx context.Context, digest Digest) error {
 		}
 	}
 	if got := hex.EncodeToString(h.Sum(nil)); got != t.ImageDigest.Hex() {
-		return kind.Errorf(kind.Conflict, "template %s: its image is sha256:%s instead of %s", digest, got, t.ImageDigest).
+		return kind.Errorf(kind.Conflict, "template %s: its image has digest sha256:%s, want %s", digest, got, t.ImageDigest).
 			WithHint("remove it and build it again")
 	}
 	return nil
 }
 
-// Listed is a template and what keeps it.
+// Listed is a template with its names and leases.
 type Listed struct {
 	Template
 	Names  []Ref    // sorted
 	Leases []string // sorted
-	Broken error    // why it cannot be used; then only Digest is set
+	Broken error    // why it cannot be used, or nil; if set, only Digest is set besides
 }
 
 // List returns every template, oldest first.
@@ -445,7 +445,7 @@ func (s *Store) namesLocked() (map[Digest][]Ref, error) {
 		}
 		parts := strings.Split(name, "/")
 		if len(parts) != 4 {
-			return fmt.Errorf("%s is no template name", name)
+			return fmt.Errorf("%s is not the file of a template name", name)
 		}
 		ref := Ref{Name: parts[2], Tag: parts[3]}
 		if parts[1] != "_" {
@@ -464,7 +464,7 @@ func (s *Store) namesLocked() (map[Digest][]Ref, error) {
 	return out, nil
 }
 
-// SetName gives the template another name; a template that had it loses it.
+// SetName gives the template a name. If another template has that name, it loses it.
 func (s *Store) SetName(name string, digest Digest) error {
 	ref, err := ParseRef(name)
 	if err != nil {
@@ -488,9 +488,9 @@ func (s *Store) setNameLocked(ref Ref, digest Digest) error {
 	return nil
 }
 
-// Remove takes a name away, or with a digest removes the template and all its
-// names. A template in use is kind.Conflict. What a removed name leaves
-// without a name or lease is collected by GC.
+// Remove removes a name, or with a digest the template and all its names. It fails
+// with kind.Conflict when that would remove a template in use. A template that has
+// lost its last name is removed by GC.
 func (s *Store) Remove(nameOrDigest string) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -510,7 +510,7 @@ func (s *Store) Remove(nameOrDigest string) error {
 	byName := err == nil
 	if len(leases) > 0 && (!byName || len(names[t.Digest]) == 1) {
 		return kind.Errorf(kind.Conflict, "template %s is in use by %s", nameOrDigest, strings.Join(leases, ", ")).
-			WithHint("end what uses it first")
+			WithHint("end the sessions that use it first")
 	}
 	if byName {
 		return durable.RemoveIn(s.root, ref.file())
@@ -523,8 +523,8 @@ func (s *Store) Remove(nameOrDigest string) error {
 	return s.discardLocked(t.Digest)
 }
 
-// discardLocked removes a template's directory. It is renamed first, so that it
-// disappears in one step, and then removed file by file.
+// discardLocked removes a template's directory. It renames it first, so that it
+// disappears in one step.
 func (s *Store) discardLocked(digest Digest) error {
 	trash := tmpDir + "/trash-" + digest.Hex()
 	if err := s.root.RemoveAll(trash); err != nil {
@@ -545,7 +545,7 @@ func (s *Store) discardLocked(digest Digest) error {
 // Collected is what a GC removed.
 type Collected struct {
 	Digests []Digest
-	Bytes   int64 // of images that nothing shares any more, at most
+	Bytes   int64 // sum of the image sizes; less is freed when images are shared
 }
 
 // GC removes every template without a name and without a lease, except those
@@ -574,8 +574,8 @@ func (s *Store) GC(ctx context.Context) (Collected, error) {
 	return out, s.sweepNames()
 }
 
-// youngLocked reports whether a build has given out digest within the grace
-// period; each does so by touching the template's leases.
+// youngLocked reports whether a build has returned digest within the grace period.
+// Each build sets the modification time of the leases directory.
 func (s *Store) youngLocked(digest Digest) bool {
 	fi, err := s.root.Stat(digest.Hex() + "/" + leasesDir)
 	if err != nil || s.opts.Grace < 0 {

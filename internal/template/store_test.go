@@ -49,7 +49,7 @@ func open(t *testing.T, dir string, opts Options) *Store {
 	return s
 }
 
-// rootfs makes a directory to build from.
+// rootfs creates a directory and returns a spec that builds from it.
 func rootfs(t *testing.T, files map[string]string) Spec {
 	t.Helper()
 	dir := t.TempDir()
@@ -96,7 +96,7 @@ func read(t *testing.T, tmpl Template, file string) string {
 	return string(b)
 }
 
-// left lists what is in the store's tmp.
+// left lists the files in the store's tmp.
 func left(t *testing.T, dir string) []string {
 	t.Helper()
 	entries, err := os.ReadDir(filepath.Join(dir, "tmp"))
@@ -434,7 +434,7 @@ func TestRecovery(t *testing.T) {
 	if err := s.Close(); err != nil {
 		t.Fatal(err)
 	}
-	// A crash in the middle of things, and a helpful person with rm.
+	// As after a crash, and after files were deleted by hand.
 	for _, err := range []error{
 		os.MkdirAll(filepath.Join(dir, "tmp/build-X"), 0o700),
 		os.WriteFile(filepath.Join(dir, "tmp/build-X/.image-Y"), []byte("half"), 0o600),
@@ -480,7 +480,7 @@ func TestRecovery(t *testing.T) {
 	}
 }
 
-// A name that cannot be read now is no reason to lose it.
+// A name that cannot be read is kept.
 func TestUnreadableNameStays(t *testing.T) {
 	dir := t.TempDir()
 	if err := open(t, dir, Options{}).Close(); err != nil {
@@ -499,8 +499,7 @@ func TestUnreadableNameStays(t *testing.T) {
 	}
 }
 
-// TestKilled kills a process in the middle of a build, where the test is told
-// that its files are half written.
+// TestKilled kills a process during a build, when its files are half written.
 func TestKilled(t *testing.T) {
 	if dir := os.Getenv("BIVY_TEST_STORE"); dir != "" {
 		s, err := Open(dir, Options{})
@@ -551,7 +550,7 @@ func TestKilled(t *testing.T) {
 	build(t, s, spec)
 }
 
-// gate is a registry that counts downloads of one layer and can hold them.
+// gate is a registry that counts downloads of one layer and can block them.
 type gate struct {
 	handler   http.Handler
 	layer     string
@@ -617,12 +616,12 @@ func TestImageBuild(t *testing.T) {
 	if diff := cmp.Diff(want, tmpl.Config); diff != "" {
 		t.Error(diff)
 	}
-	// Asked again, nothing is read: the manifest says it is the same.
+	// A second build reads no layer: the manifest is the same.
 	again, err := s.Build(t.Context(), spec, func(e Event) { t.Errorf("built again: %v", e) })
 	if err != nil || again.Digest != tmpl.Digest {
 		t.Errorf("again: %v, %v", again, err)
 	}
-	// Collected, it is built anew.
+	// After GC it is built again.
 	if err := s.Remove(string(tmpl.Digest)); err != nil {
 		t.Fatal(err)
 	}
@@ -631,8 +630,8 @@ func TestImageBuild(t *testing.T) {
 	}
 }
 
-// TestOneBuild has many callers ask for the same thing at once. The layer is
-// held until all of them wait, then one of them, the one that began it, leaves.
+// TestOneBuild makes many callers build the same template at once. The layer is
+// blocked until all of them wait; then the one that started the build is cancelled.
 func TestOneBuild(t *testing.T) {
 	g, spec := pushed(t)
 	s := open(t, t.TempDir(), Options{})
@@ -670,18 +669,18 @@ func TestOneBuild(t *testing.T) {
 	}
 }
 
-// waitFor returns when n callers wait for the one build that runs.
+// waitFor returns when n callers wait for the running build.
 func waitFor(t *testing.T, s *Store, n int) {
 	t.Helper()
 	for {
-		s.flightsMu.Lock()
+		s.runningMu.Lock()
 		total := 0
-		for _, f := range s.flights {
+		for _, f := range s.running {
 			f.mu.Lock()
 			total += len(f.waiters)
 			f.mu.Unlock()
 		}
-		s.flightsMu.Unlock()
+		s.runningMu.Unlock()
 		if total == n {
 			return
 		}
@@ -689,8 +688,8 @@ func waitFor(t *testing.T, s *Store, n int) {
 	}
 }
 
-// TestAllLeave checks that a build ends, and leaves nothing, with its last
-// caller.
+// TestAllLeave checks that a build ends and leaves no files when its last caller
+// is cancelled.
 func TestAllLeave(t *testing.T) {
 	g, spec := pushed(t)
 	dir := t.TempDir()

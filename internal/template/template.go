@@ -13,24 +13,22 @@ type Digest string
 
 var digestForm = regexp.MustCompile(`^sha256:[0-9a-f]{64}$`)
 
-// shortDigest is a digest or enough of its beginning to name one. A name of
-// this form cannot be used.
+// shortDigest matches a digest or a beginning of at least 12 digits. Names of this
+// form are refused.
 var shortDigest = regexp.MustCompile(`^sha256:[0-9a-f]{12,64}$`)
 
 // parseDigest checks the form of a digest.
 func parseDigest(s string) (Digest, error) {
 	if !digestForm.MatchString(s) {
-		return "", kind.Errorf(kind.Invalid, "%.100q is not a digest: want sha256: and 64 hex digits", s)
+		return "", kind.Errorf(kind.Invalid, "invalid digest %.100q: want sha256: and 64 hex digits", s)
 	}
 	return Digest(s), nil
 }
 
-// Hex returns the digits alone, which are what directories and files are
-// called.
+// Hex returns the hex digits only, which are used in file names.
 func (d Digest) Hex() string { return strings.TrimPrefix(string(d), "sha256:") }
 
-// Config is what a process in the template starts with unless it is told
-// otherwise.
+// Config holds the defaults of a template's processes.
 type Config struct {
 	Env     map[string]string `json:"env,omitempty"`
 	User    string            `json:"user,omitempty"` // name or uid, with an optional ":group"; empty: root
@@ -46,18 +44,17 @@ type Template struct {
 	Image       string    // absolute path of the EROFS file, named by its digest
 	ImageBytes  int64     // its size
 	Dir         string    // absolute path of the template's directory; SnapshotDir is inside
-	Config      Config    //
+	Config      Config    // the defaults of its processes
 	Source      string    // what it was made from, for people
 	Created     time.Time // when it was first made here
-	Notes       []string  // what the image could not hold or was not allowed to: one line per reason
+	Notes       []string  // files that were left out of the image: one line per reason
 }
 
-// SnapshotDir is where the booted and ready template may be kept beside its
-// image. The store makes the directory's parent, removes all of it with the
-// template, and never looks inside.
+// SnapshotDir is the directory for snapshots of the template. The store creates its
+// parent and removes it with the template, and does not use it otherwise.
 func (t Template) SnapshotDir() string { return t.Dir + "/snapshots" }
 
-// DefaultTag is the tag of a name that has none.
+// DefaultTag is the tag of a name without one.
 const DefaultTag = "default"
 
 // Ref is a template's name and tag.
@@ -87,7 +84,7 @@ func ParseRef(s string) (Ref, error) {
 	case tag == "":
 		return Ref{}, bad("the tag is empty")
 	case !refTag.MatchString(tag):
-		return Ref{}, bad("the tag has a character or a length it may not have")
+		return Ref{}, bad("the tag has an invalid character or length")
 	case shortDigest.MatchString(s):
 		return Ref{}, bad("it looks like the beginning of a digest")
 	case uuid.MatchString(tag) || hex64.MatchString(tag):
@@ -97,7 +94,7 @@ func ParseRef(s string) (Ref, error) {
 	case name == "":
 		return Ref{}, bad("the name is empty")
 	case !refName.MatchString(name) || strings.Contains(name, ".."):
-		return Ref{}, bad("the name has a character or a length it may not have")
+		return Ref{}, bad("the name has an invalid character or length")
 	case hex64.MatchString(name):
 		return Ref{}, bad("the name looks like a digest")
 	}
@@ -107,8 +104,8 @@ func ParseRef(s string) (Ref, error) {
 // String returns the ref with its tag.
 func (r Ref) String() string { return r.Name + ":" + r.Tag }
 
-// dir is where the tags of r's name are kept. "_" stands for no namespace: no
-// name can begin with it.
+// dir is the directory of the tags of r's name. "_" stands for no namespace, since
+// no name can begin with it.
 func (r Ref) dir() string {
 	ns, name, ok := strings.Cut(r.Name, "/")
 	if !ok {
@@ -121,7 +118,7 @@ func (r Ref) file() string { return r.dir() + "/" + r.Tag }
 
 // Event is one step of a build's progress.
 type Event struct {
-	Phase string // "read", then "write"; Done and Total start anew with each
+	Phase string // "read", then "write"; Done and Total begin again in each
 	Done  int64  // bytes
 	Total int64  // bytes, or 0 when not known
 }

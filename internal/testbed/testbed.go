@@ -1,6 +1,5 @@
-// Package testbed prepares what tests against real gVisor need: the two
-// carried binaries, built from this tree, and an image to boot. It is for
-// tests only.
+// Package testbed prepares what tests with real gVisor need: bivy-sentry and
+// bivy-guest, built from this tree, and a template. It is for tests only.
 package testbed
 
 import (
@@ -16,7 +15,7 @@ import (
 	"bivy/internal/template"
 )
 
-// Bed is built once per test binary.
+// Bed holds the binaries and the template. It is built once per test binary.
 type Bed struct {
 	Dir      string // removed by Close
 	Sentry   string // path of bivy-sentry
@@ -26,14 +25,14 @@ type Bed struct {
 	Store    *template.Store
 }
 
-// AgentPath is where images carry the agent.
+// AgentPath is the path of the agent in images.
 const AgentPath = "/usr/bin/bivy-guest"
 
-// Path is the agent's search path, which commands inherit.
+// Path is the agent's PATH, which commands inherit.
 const Path = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
-// New builds a bed, or returns why this machine cannot run gVisor tests as a
-// skip reason.
+// New builds a bed. If this machine cannot run gVisor it returns the reason in
+// skip.
 func New(ctx context.Context) (bed *Bed, skip string, err error) {
 	if os.Geteuid() != 0 {
 		return nil, "gVisor sandboxes need root", nil
@@ -48,7 +47,7 @@ func New(ctx context.Context) (bed *Bed, skip string, err error) {
 			b.Close()
 		}
 	}()
-	// The sentry opens itself again as an unprivileged user.
+	// The sentry executes itself again as an unprivileged user.
 	if err := os.Chmod(dir, 0o711); err != nil {
 		return nil, "", err
 	}
@@ -88,7 +87,7 @@ func moduleRoot() string {
 	return filepath.Join(filepath.Dir(file), "..", "..")
 }
 
-// Close removes the bed; nil-safe.
+// Close removes the bed's directory. b may be nil.
 func (b *Bed) Close() {
 	if b == nil {
 		return
@@ -99,8 +98,8 @@ func (b *Bed) Close() {
 	_ = os.RemoveAll(b.Dir)
 }
 
-// Main runs a package's tests with a bed, which is what use is given. A
-// machine that cannot have one runs the others and says why.
+// Main builds a bed, passes it to use, and runs a package's tests. Where gVisor
+// cannot run, bed is nil and skip is the reason, with which tests skip themselves.
 func Main(m *testing.M, use func(bed *Bed, skip string)) int {
 	bed, skip, err := New(context.Background())
 	if err != nil {

@@ -18,7 +18,7 @@ import (
 
 func main() {
 	out := flag.String("out", "internal/bundle/payload", "directory of the payload")
-	build := flag.String("build", "", "the build id, as linked into bivy-sentry")
+	build := flag.String("build", "", "build id, the version string of bivy-sentry")
 	flag.Parse()
 	if err := pack(*out, *build, flag.Args()); err != nil {
 		log.Fatal("pack: ", err)

@@ -86,7 +86,7 @@ func TestFilesChange(t *testing.T) {
 	if _, err := db.Lookup("b"); !errors.As(err, &unknown) {
 		t.Errorf("got %v", err)
 	}
-	// Nothing blocks on what is not a file.
+	// A FIFO does not block.
 	if err := unix.Mkfifo(db.passwd, 0o644); err != nil {
 		t.Fatal(err)
 	}
@@ -95,7 +95,7 @@ func TestFilesChange(t *testing.T) {
 	}
 }
 
-// TestNoPasswd is an image that holds a single static program.
+// TestNoPasswd uses an image without a passwd file.
 func TestNoPasswd(t *testing.T) {
 	db := open(t, "", "wheel:x:10:root\n")
 	for name, want := range map[string]User{
@@ -114,7 +114,7 @@ func TestNoPasswd(t *testing.T) {
 			t.Errorf("%q: got %v", name, err)
 		}
 	}
-	// Once there is a file, it alone counts.
+	// Once there is a passwd file, only its accounts exist.
 	if err := os.WriteFile(db.passwd, []byte("a:x:1:1::/a:"), 0o644); err != nil {
 		t.Fatal(err)
 	}
@@ -127,16 +127,16 @@ func TestNoPasswd(t *testing.T) {
 func TestDefaultUser(t *testing.T) {
 	r := NewResolver(open(t, "", ""), "", Settings{User: "user"})
 	if u, err := r.User(""); err != nil || u.Name != "root" {
-		t.Errorf("nobody chose: %+v, %v", u, err)
+		t.Errorf("no default set, no such account: %+v, %v", u, err)
 	}
 	r.Update(Settings{User: "user"})
 	var unknown *UnknownError
 	if _, err := r.User(""); !errors.As(err, &unknown) {
-		t.Errorf("chosen, and not there: %v", err)
+		t.Errorf("default set, no such account: %v", err)
 	}
 	r = NewResolver(open(t, "user:x:1000:1000::/home/user:", ""), "", Settings{User: "user"})
 	if u, err := r.User(""); err != nil || u.Name != "user" {
-		t.Errorf("nobody chose, and there: %+v, %v", u, err)
+		t.Errorf("no default set, account exists: %+v, %v", u, err)
 	}
 }
 
@@ -207,7 +207,7 @@ func TestEnv(t *testing.T) {
 
 func TestDo(t *testing.T) {
 	if os.Getuid() != 0 {
-		t.Skip("needs root to become someone else")
+		t.Skip("needs root to switch users")
 	}
 	dir := t.TempDir()
 	secret := filepath.Join(dir, "secret")
@@ -215,7 +215,7 @@ func TestDo(t *testing.T) {
 		t.Fatal(err)
 	}
 	u := User{Name: "u", UID: 12345, GID: 12346, Groups: []uint32{12347}}
-	for range 100 { // whichever threads it gets, they come back as root
+	for range 100 { // on any thread, which is root again afterwards
 		err := u.Do(func() error {
 			groups, err := unix.Getgroups()
 			if err != nil || len(groups) != 1 || groups[0] != 12347 || unix.Geteuid() != 12345 || unix.Getegid() != 12346 || unix.Getuid() != 0 {

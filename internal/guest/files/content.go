@@ -20,16 +20,16 @@ import (
 	"bivy/internal/guest/wire"
 )
 
-// Refused is why a request to the plain endpoints failed, as it is answered.
+// HTTPError is an error of the plain HTTP endpoints, as it is sent to the client.
 type HTTPError struct {
-	Status int
-	Why    wire.Reason
-	Text   string
+	Status int         // HTTP status
+	Why    wire.Reason // sent in wire.HeaderReason; may be empty
+	Text   string      // sent as the message
 }
 
 func (r *HTTPError) Error() string { return r.Text }
 
-// Reason makes Refused a wire.Refusal.
+// Reason implements wire.ReasonError.
 func (r *HTTPError) Reason() wire.Reason { return r.Why }
 
 func badRequest(text string) error { return &HTTPError{http.StatusBadRequest, wire.ReasonPath, text} }

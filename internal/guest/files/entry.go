@@ -20,8 +20,8 @@ import (
 // metadata.
 const metadataPrefix = "user.e2b."
 
-// found is what a path turned out to be. It is gathered with the user's
-// rights; names of owners are put to it afterwards, with the agent's.
+// pathInfo describes a path. It is gathered with the user's rights; the names of
+// the owners are looked up later with the agent's.
 type pathInfo struct {
 	path     string
 	info     fs.FileInfo // of the path itself
@@ -31,7 +31,7 @@ type pathInfo struct {
 	metadata map[string]string
 }
 
-// look describes path, which must be clean and absolute.
+// statPath describes path, which must be clean and absolute.
 func statPath(path string) (pathInfo, error) {
 	info, err := os.Lstat(path)
 	if err != nil {
@@ -40,7 +40,7 @@ func statPath(path string) (pathInfo, error) {
 	return describe(path, info), nil
 }
 
-// inspect completes what is known about path from its Lstat.
+// describe returns the pathInfo of path, given the result of Lstat.
 func describe(path string, info fs.FileInfo) pathInfo {
 	f := pathInfo{path: path, info: info, kind: typeOf(info), mode: uint32(info.Mode().Perm())}
 	if info.Mode()&fs.ModeSymlink == 0 {

@@ -36,8 +36,8 @@ func TestAcceptable(t *testing.T) {
 	}
 }
 
-// FuzzUpload throws bodies at the upload: whatever is stored lies below the
-// home, as long as no name says otherwise, and is what the answer says.
+// FuzzUpload uploads arbitrary bodies: files are stored below the home directory,
+// unless a name is absolute, and match the response.
 func FuzzUpload(f *testing.F) {
 	body := "--b\r\nContent-Disposition: form-data; name=\"file\"; filename=\"x\"\r\n\r\ntext\r\n--b--\r\n"
 	f.Add("multipart/form-data; boundary=b", "", "", []byte(body))
@@ -48,7 +48,7 @@ func FuzzUpload(f *testing.F) {
 	f.Add("multipart/form-data; boundary=\"\"", "", "", []byte("--\r\n\r\n"))
 	f.Fuzz(func(t *testing.T, kind, path, encoding string, body []byte) {
 		if strings.Contains(path, "..") || strings.HasPrefix(path, "/") || bytes.Contains(body, []byte("/")) || bytes.Contains(body, []byte("filename*")) || bytes.Contains(body, []byte("..")) {
-			return // those may well lead outside, with the user's rights
+			return // those may lead outside the home, with the user's rights
 		}
 		dir := t.TempDir()
 		if err := os.WriteFile(filepath.Join(dir, "passwd"), []byte("root:x:0:0::"+dir+"/home:/bin/sh\n"), 0o644); err != nil {

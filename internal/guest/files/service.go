@@ -90,7 +90,7 @@ func pathError(shown string, err error) error {
 	return wire.NewError(code, wire.ReasonPath, fmt.Errorf("path '%s': %w", shown, cause))
 }
 
-// one looks at path as u and describes it.
+// entry describes path with the rights of u.
 func (s *Service) entry(u accounts.User, path string) (*pb.EntryInfo, error) {
 	var f pathInfo
 	err := u.Do(func() (err error) {

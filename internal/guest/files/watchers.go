@@ -22,7 +22,7 @@ import (
 const (
 	// MaxWatchers is how many watchers may exist, streaming and polled together.
 	MaxWatchers = 64
-	// maxPolled is how many events a polled watcher keeps until it is lastPoll.
+	// maxPolled is how many events a polled watcher keeps between two polls.
 	maxPolled = 1 << 14
 	// maxIdle is how long after its last poll a polled watcher may be removed
 	// to make room for a new one.
@@ -63,7 +63,7 @@ func (w *watchers) release() {
 	w.count--
 }
 
-// watching is one watcher and how to tell its events.
+// dirWatcher is one watcher and what is needed to describe its events.
 type dirWatcher struct {
 	*watch.Watcher
 	service *Service
@@ -226,7 +226,7 @@ func (p *poller) run() {
 	}
 }
 
-// take returns what has come since the last call.
+// drain returns the events since the last call.
 func (p *poller) drain() ([]*pb.FilesystemEvent, error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()

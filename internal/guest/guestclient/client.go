@@ -137,14 +137,14 @@ func (c *Client) roundTrip(r *http.Request) (*http.Response, error) {
 	return c.transport.RoundTrip(r)
 }
 
-// stream returns a context for a call that lives as long as ctx and the client.
+// streamContext returns a context that ends with ctx or with the client.
 func (c *Client) streamContext(ctx context.Context) (context.Context, context.CancelFunc) {
 	ctx, cancel := context.WithCancel(ctx)
 	stop := context.AfterFunc(c.closed, cancel)
 	return ctx, func() { stop(); cancel() }
 }
 
-// short returns a context for a call that answers soon.
+// callContext returns a context for a short call, with a deadline.
 func (c *Client) callContext(ctx context.Context) (context.Context, context.CancelFunc) {
 	ctx, end := c.streamContext(ctx)
 	if _, ok := ctx.Deadline(); ok {
@@ -182,7 +182,8 @@ func mapError(what string, err error) error {
 	return kind.Wrap(kindOfCode(ce.Code()), r)
 }
 
-// unreached is an error of the way to the agent. What Dial says keeps its kind.
+// transportError returns an error of the connection to the agent. An error of Dial
+// keeps its kind; others are Unavailable.
 func transportError(what string, err error) error {
 	k := kind.Unavailable
 	if own := (*kind.Error)(nil); errors.As(err, &own) {

@@ -17,7 +17,7 @@ import (
 	"bivy/internal/kind"
 )
 
-// hostile returns a client of a guest that answers as it likes.
+// hostile returns a client of a guest with the given handler.
 func hostile(t *testing.T, handler http.HandlerFunc) *guestclient.Client {
 	t.Helper()
 	server := httptest.NewServer(handler)
@@ -151,7 +151,7 @@ func TestHostileAnswers(t *testing.T) {
 	defer cancel()
 	c := hostile(t, endless)
 	if _, err := c.WriteFile(ctx, "", "x", strings.NewReader("x"), 1); err == nil {
-		t.Error("an endless answer is accepted")
+		t.Error("an endless response is accepted")
 	}
 	for name, answer := range map[string]struct {
 		size int
@@ -192,7 +192,7 @@ func TestHostileAnswers(t *testing.T) {
 			_, _ = io.WriteString(w, answer)
 		})
 		if _, err := c.WriteFile(ctx, "", "x", strings.NewReader("x"), 1); err == nil {
-			t.Errorf("answer %s is accepted", answer)
+			t.Errorf("response %s is accepted", answer)
 		}
 	}
 }

@@ -211,24 +211,23 @@ func (p *Process) Next() (Event, error) {
 				Status: e.End.GetStatus(),
 			}}, nil
 		}
-		// Keep-alives, and events a newer agent may know, are passed over.
+		// Keep-alives, and events of a newer agent, are ignored.
 	}
 }
 
-// endTime is how long the end of a stream may come after its End.
+// endTime is how long Close waits for the end of the stream after the End event.
 const endTime = time.Second
 
-// Close ends the subscription. The process goes on; Signal can end it.
+// Close ends the subscription. The process continues; Signal can end it.
 func (p *Process) Close() error {
 	var err error
 	p.once.Do(func() {
 		if p.ended.Load() {
-			// Nothing comes but the end of the stream, and the connection of a
-			// stream that was read whole is used again. The guest may be slow,
-			// or hostile.
+			// Read the end of the stream, so that the connection can be reused,
+			// but only for a limited time: the guest is not trusted.
 			defer time.AfterFunc(endTime, p.cancel).Stop()
 		} else {
-			// First the context, so that closing does not wait for more output.
+			// Cancel first, so that closing does not wait for more output.
 			p.cancel()
 		}
 		if e := p.finish(); e != nil && !isGone(e) {
@@ -243,9 +242,9 @@ func isGone(err error) bool {
 	return connect.CodeOf(err) == connect.CodeCanceled || errors.Is(err, context.Canceled)
 }
 
-// Write feeds input to the process: its standard input, or its terminal. It
-// returns when the guest has taken all of it, which may be long when the
-// process does not read.
+// Write sends input to the process: to its standard input, or to its terminal. It
+// returns when the guest has written all of it, which takes as long as the process
+// needs to read it.
 func (p *Process) Write(ctx context.Context, data []byte) error {
 	return p.client.SendInput(ctx, p.PID, p.pty, data)
 }
@@ -264,10 +263,10 @@ func (p *Process) Signal(ctx context.Context, sig syscall.Signal) error {
 	return p.client.Signal(ctx, p.PID, sig)
 }
 
-// inputChunk is how much input travels in one message.
+// inputChunk is how many bytes of input one message has at most.
 const inputChunk = 256 << 10
 
-// SendInput is Process.Write for a process known by id.
+// SendInput is Process.Write for the process with the given id.
 func (c *Client) SendInput(ctx context.Context, pid uint32, pty bool, data []byte) error {
 	ctx, cancel := c.streamContext(ctx)
 	defer cancel()
@@ -286,7 +285,7 @@ func (c *Client) SendInput(ctx context.Context, pid uint32, pty bool, data []byt
 	return nil
 }
 
-// CloseStdin is Process.CloseStdin for a process known by id.
+// CloseStdin is Process.CloseStdin for the process with the given id.
 func (c *Client) CloseStdin(ctx context.Context, pid uint32) error {
 	ctx, cancel := c.callContext(ctx)
 	defer cancel()
@@ -294,7 +293,7 @@ func (c *Client) CloseStdin(ctx context.Context, pid uint32) error {
 	return mapError(fmt.Sprintf("close input of process %d", pid), err)
 }
 
-// Resize is Process.Resize for a process known by id.
+// Resize is Process.Resize for the process with the given id.
 func (c *Client) Resize(ctx context.Context, pid uint32, size Size) error {
 	ctx, cancel := c.callContext(ctx)
 	defer cancel()
@@ -305,7 +304,7 @@ func (c *Client) Resize(ctx context.Context, pid uint32, size Size) error {
 	return mapError(fmt.Sprintf("resize terminal of process %d", pid), err)
 }
 
-// Signal is Process.Signal for a process known by id.
+// Signal is Process.Signal for the process with the given id.
 func (c *Client) Signal(ctx context.Context, pid uint32, sig syscall.Signal) error {
 	ctx, cancel := c.callContext(ctx)
 	defer cancel()
@@ -313,7 +312,7 @@ func (c *Client) Signal(ctx context.Context, pid uint32, sig syscall.Signal) err
 	return mapError(fmt.Sprintf("signal process %d", pid), err)
 }
 
-// Processes lists what runs.
+// Processes lists the running processes.
 func (c *Client) Processes(ctx context.Context) ([]ProcessInfo, error) {
 	ctx, cancel := c.callContext(ctx)
 	defer cancel()
@@ -346,7 +345,8 @@ func config(cmd argv.Command) *pb.ProcessConfig {
 	return cfg
 }
 
-// setUser puts the user where the protocol has it: HTTP Basic, no password.
+// setUser sets the user of a request, as HTTP Basic authentication without a
+// password.
 func setUser(h http.Header, user string) {
 	if user != "" {
 		h.Set("Authorization", "Basic "+base64.StdEncoding.EncodeToString([]byte(user+":")))

@@ -101,7 +101,7 @@ func (f *fanout) subscribe() *subscriber {
 	return s
 }
 
-// leave ends a subscription; it must be called once.
+// unsubscribe ends a subscription. It must be called exactly once.
 func (f *fanout) unsubscribe(s *subscriber) {
 	close(s.unsubscribed)
 	f.mu.Lock()
@@ -142,9 +142,9 @@ func (f *fanout) close() {
 	f.subs = nil
 }
 
-// readable waits until f has something and reads it into a chunk from the
-// pool. No chunk is held while there is nothing to read, so a thousand quietTime
-// processes cost no buffers. The end of the file gives nil without an error.
+// waitRead waits until f has data and reads it into a chunk from the pool. It
+// takes a chunk only when there is data, so that idle processes hold no buffers.
+// At the end of the file it returns nil and no error.
 func waitRead(f *os.File, pool *chunkPool, limit int) (*chunk, error) {
 	raw, err := f.SyscallConn()
 	if err != nil {
@@ -162,8 +162,8 @@ func waitRead(f *os.File, pool *chunkPool, limit int) (*chunk, error) {
 	return c, readErr
 }
 
-// tryRead is readable without waiting, whatever deadline f has; EAGAIN means
-// that there was nothing.
+// tryRead is waitRead without waiting, also after the deadline of f. It returns
+// EAGAIN when there is no data.
 func tryRead(f *os.File, pool *chunkPool, limit int) (*chunk, error) {
 	raw, err := f.SyscallConn()
 	if err != nil {

@@ -41,10 +41,10 @@ func TestRetention(t *testing.T) {
 		time.Sleep(2 * time.Second)
 		synctest.Wait()
 		if _, err := s.find(pid(7), true); connect.CodeOf(err) != connect.CodeNotFound || wire.ReasonOf(err) != wire.ReasonNoProcess {
-			t.Errorf("the old one is kept: %v", err)
+			t.Errorf("the oldest process is kept: %v", err)
 		}
 		if _, err := s.find(pid(8), true); err != nil {
-			t.Errorf("the young one is forgotten: %v", err)
+			t.Errorf("the newest process is removed: %v", err)
 		}
 		for n := range 3 * maxEnded {
 			s.finished(&Process{pid: 100 + n})
@@ -72,7 +72,7 @@ func TestFanout(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var pool chunkPool
 		f := fanout{pool: &pool}
-		f.send(pool.get()) // to nobody
+		f.send(pool.get()) // without subscribers
 		slow, quick, leaver := f.subscribe(), f.subscribe(), f.subscribe()
 		sent := 0
 		go func() {
@@ -114,7 +114,7 @@ func TestFanout(t *testing.T) {
 		}
 		f.unsubscribe(slow)
 		if _, ok := <-f.subscribe().chunks; ok {
-			t.Error("a late one gets chunks")
+			t.Error("a subscriber after the end gets chunks")
 		}
 	})
 }
@@ -159,10 +159,10 @@ func TestMembers(t *testing.T) {
 		{pid: 12, ppid: 1, pgrp: 12, session: 12, mark: 5},   // orphaned, in a session of its own
 		{pid: 14, ppid: 13, pgrp: 14, session: 14},           // and its child
 		{pid: 15, ppid: 1, pgrp: 10, session: 9, mark: 77},   // in the group
-		{pid: 20, ppid: 1, pgrp: 20, session: 20, mark: 6},   // somebody else
+		{pid: 20, ppid: 1, pgrp: 20, session: 20, mark: 6},   // another tree
 		{pid: 21, ppid: 20, pgrp: 20, session: 20, mark: 6},  // and its child
-		{pid: os.Getpid(), ppid: 10, pgrp: 10, session: 10},  // never ourselves
-		{pid: 30, ppid: os.Getpid(), pgrp: 30, session: 30},  // nor through us
+		{pid: os.Getpid(), ppid: 10, pgrp: 10, session: 10},  // never the agent itself
+		{pid: 30, ppid: os.Getpid(), pgrp: 30, session: 30},  // nor children of the agent
 		{pid: 31, ppid: 1, pgrp: 31, session: 31, mark: 0},   // unmarked
 		{pid: 16, ppid: 1, pgrp: 16, session: 10, mark: 999}, // in the session
 	}
@@ -179,7 +179,7 @@ func TestMembers(t *testing.T) {
 		got = append(got, p.pid)
 	}
 	if d := cmp.Diff([]int{31}, got); d != "" {
-		t.Errorf("no mark is not a mark: %s", d)
+		t.Errorf("a process without a mark: %s", d)
 	}
 }
 

@@ -62,7 +62,7 @@ var (
 	errNotTerminal = errors.New("the process does not run on a terminal")
 )
 
-// left is called by the reaper when the leader is gone.
+// onExit is called by the reaper when the leader has ended.
 func (p *Process) onExit(status unix.WaitStatus) {
 	p.status, p.exitAt = status, time.Now()
 	close(p.exited)
@@ -157,8 +157,8 @@ func (p *Process) hasExited() bool {
 	}
 }
 
-// leftIn bounds how much of the leader's output is still unread. A pipe says
-// so exactly; a terminal does not, but its buffer is small.
+// unreadBytes returns how much of the leader's output is unread at most. The size
+// is exact for a pipe; a terminal does not report it, but its buffer is small.
 func (p *Process) unreadBytes(f *os.File) int {
 	if p.pty != nil {
 		return terminalBuffer

@@ -156,8 +156,8 @@ func (w *Watcher) add(dir string) error {
 	return nil
 }
 
-// descend adds the directories below dir, and reports every entry it finds.
-// What vanishes or is closed to the user is passed over.
+// addTree watches the directories below dir and calls report for every entry that
+// it finds. Directories that are removed meanwhile or not readable are skipped.
 func (w *Watcher) addTree(dir string, report func(name string)) error {
 	f, err := os.Open(filepath.Join(w.root, dir))
 	if err != nil {
@@ -288,8 +288,9 @@ var kinds = [...]struct {
 	{unix.IN_ATTRIB, Chmod},
 }
 
-// enter begins to follow a directory that has just appeared. What is already
-// in it gets its event now; the kernel may tell some of it once more.
+// watchNewDir starts to watch a directory that was created or moved here. It sends
+// events for the entries that are in it already; the kernel may report some of
+// them again.
 func (w *Watcher) watchNewDir(dir string) bool {
 	var names []string
 	err := w.user.Do(func() error {
@@ -319,7 +320,7 @@ func (w *Watcher) watchNewDir(dir string) bool {
 // below reports whether path is dir or below it.
 func below(path, dir string) bool { return path == dir || strings.HasPrefix(path, dir+"/") }
 
-// forget stops following a directory that was moved away.
+// unwatchTree stops watching a directory that was moved out of root.
 func (w *Watcher) unwatchTree(dir string) {
 	for wd, d := range w.dirs {
 		if below(d, dir) {

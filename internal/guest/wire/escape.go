@@ -9,7 +9,7 @@ import (
 // is not part of valid UTF-8 is written as one code point of the private range
 // below, U+10FE80 for 0x80 up to U+10FEFF for 0xFF. A name that really contains
 // such a code point has its four bytes written that way too, so the mapping is
-// a bijection: Unescape(Escape(s)) == s for every s, and every escaped string
+// reversible: Unescape(Escape(s)) == s for every s, and every escaped string
 // is valid UTF-8.
 const (
 	escapeBase  = 0x10FE00

@@ -56,7 +56,7 @@ type InitRequest struct {
 	LifecycleID string `json:"lifecycleID,omitempty"`
 }
 
-// ErrorBody is the body of every withReason of the plain HTTP endpoints.
+// ErrorBody is the body of every error of the plain HTTP endpoints.
 type ErrorBody struct {
 	Code    int    `json:"code"`
 	Message string `json:"message"`

@@ -19,7 +19,7 @@ import (
 )
 
 func TestSign(t *testing.T) {
-	// The vector E2B's clients are tested with.
+	// The test vector of E2B's clients.
 	got := wire.Sign("hello.txt", wire.SignRead, "user", "0tQG31xiMp0IOQfaz9dcwi72L1CPo8e0", time.Time{})
 	if want := "v1_gUtH/s9YCJWgCizjfUxuWfhFE4QSydOWEIIvfLwDr6E"; got != want {
 		t.Errorf("got %s, want %s", got, want)
@@ -52,7 +52,7 @@ func FuzzEscape(f *testing.F) {
 		if back := wire.Unescape(e); back != s {
 			t.Errorf("Unescape(Escape(%q)) = %q", s, back)
 		}
-		_ = wire.Unescape(s) // any text may come
+		_ = wire.Unescape(s) // must accept any text
 	})
 }
 
@@ -70,7 +70,7 @@ func TestStatus(t *testing.T) {
 		}
 	}
 	if wire.SignalStatus(9, false) != "signal: killed" || wire.SignalStatus(11, true) != "signal: segmentation fault (core dumped)" || wire.ExitStatus(1) != "exit status 1" {
-		t.Error("the texts are not those clients know")
+		t.Error("the texts are not those of the protocol")
 	}
 }
 
@@ -80,7 +80,7 @@ func TestReasons(t *testing.T) {
 		t.Error("a reason is taken for another")
 	}
 	if wire.ReasonOf(nil) != "" || wire.ReasonOf(errors.New("x")) != "" || wire.ReasonOf(connect.NewError(connect.CodeNotFound, nil)) != "" {
-		t.Error("a reason comes from nowhere")
+		t.Error("an error without a reason has one")
 	}
 }
 
@@ -136,7 +136,7 @@ func TestCommandError(t *testing.T) {
 	}
 }
 
-// TestGenerated makes the code again and compares, where protoc is there.
+// TestGenerated generates the code and compares it, if protoc is installed.
 func TestGenerated(t *testing.T) {
 	version, err := exec.Command("protoc", "--version").Output()
 	if err != nil {

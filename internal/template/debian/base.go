@@ -9,8 +9,8 @@ import (
 	"bivy/internal/template/tree"
 )
 
-// BasePackages returns what the template "base" is made from. Packages that
-// every Debian has are named too: nothing depends on them by name.
+// BasePackages returns the packages of the template "base". It includes essential
+// packages, because other packages do not declare dependencies on them.
 func BasePackages() []string {
 	return []string{
 		"base-files", "bash", "ca-certificates", "coreutils", "curl", "dash", "debianutils",
@@ -20,7 +20,7 @@ func BasePackages() []string {
 	}
 }
 
-// The account that a template's processes run as unless told otherwise.
+// The default account of a template's processes.
 const (
 	userName = "user"
 	userHome = "/home/user"
@@ -29,13 +29,13 @@ const (
 
 const defaultPath = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
-// account is a line of /etc/passwd or /etc/group that every Debian has.
+// account is a standard line of /etc/passwd or /etc/group.
 type account struct {
 	name string
 	id   uint32
 }
 
-// users and groups are those of Debian's policy with their fixed numbers.
+// users and groups are those with fixed numbers in Debian's policy.
 func users() []account {
 	return []account{
 		{"daemon", 1}, {"bin", 2}, {"sys", 3}, {"sync", 4}, {"games", 5}, {"man", 6}, {"lp", 7}, {"mail", 8},
@@ -63,8 +63,8 @@ func knownGID(id uint32) bool {
 	return slices.ContainsFunc(groups(), func(a account) bool { return a.id == id })
 }
 
-// The shells' start-up files use builtins only: a client that runs every
-// command as "bash -l -c" pays for no other program.
+// The shells' start-up files use builtins only: clients run every command as
+// "bash -l -c", which then starts no other program.
 const (
 	profile = `# For login shells of every user. Builtins only: a login shell starts no program.
 
@@ -156,7 +156,7 @@ root ALL=(ALL:ALL) ALL
 @includedir /etc/sudoers.d
 `
 
-// pamStack makes the files that the others in /etc/pam.d include.
+// pamStack returns the files that other files in /etc/pam.d include.
 func pamStack() map[string]string {
 	return map[string]string{
 		"common-auth":                   "auth [success=1 default=ignore] pam_unix.so nullok\nauth requisite pam_deny.so\nauth required pam_permit.so\n",
@@ -168,8 +168,8 @@ func pamStack() map[string]string {
 	}
 }
 
-// generate puts the accounts and the configuration of a fresh system into t:
-// everything that on the host is made when it is installed, and names it.
+// generate adds the accounts and the configuration of a new system to t: the files
+// that are created on a host when it is installed and that identify it.
 func generate(t *tree.Tree, packages []*pkg) error {
 	for _, d := range []struct {
 		name     string
@@ -220,8 +220,8 @@ func generate(t *tree.Tree, packages []*pkg) error {
 	return statusOf(t, packages)
 }
 
-// programLinks makes the names that programs are expected under and that
-// packages leave to their installation scripts.
+// programLinks creates links to programs that installation scripts of packages
+// create.
 func programLinks(t *tree.Tree) error {
 	for _, l := range []struct{ name, target string }{
 		{"/usr/bin/python", "python3"},
@@ -319,7 +319,7 @@ func configuration(t *tree.Tree) error {
 	return nil
 }
 
-// putNew replaces whatever has the name.
+// putNew adds an entry and replaces an old one of any type.
 func putNew(t *tree.Tree, name string, ino *tree.Inode) error {
 	if err := t.ChargeBytes(name, ino.Size); err != nil {
 		return err
@@ -332,8 +332,8 @@ func putNew(t *tree.Tree, name string, ino *tree.Inode) error {
 
 func utoa(n uint32) string { return strconv.FormatUint(uint64(n), 10) }
 
-// statusOf writes dpkg's database for what the image holds, so that scanners
-// and dpkg itself can tell. Conffiles are not in it: some were left out.
+// statusOf writes dpkg's database for the packages of the image, for scanners and
+// dpkg itself. It lists no conffiles, because some were left out.
 func statusOf(t *tree.Tree, packages []*pkg) error {
 	var b strings.Builder
 	for _, p := range packages {

@@ -20,9 +20,9 @@ import (
 	"bivy/internal/template/tree"
 )
 
-// bytecode takes the compiled form of every Python source in the tree that
-// this host has and that is current. dpkg does not list it: it is made when a
-// package is installed. Without it every import in a fresh sandbox compiles.
+// bytecode copies the compiled form of every Python source in the tree, if this
+// host has it and it is current. dpkg does not list these files, because they are
+// made during installation. Without them a new sandbox compiles at every import.
 func (c *copier) bytecode() error {
 	listed := map[string][]string{} // names in a __pycache__, by its path
 	for _, name := range c.python {
@@ -52,7 +52,7 @@ func (c *copier) bytecode() error {
 	return nil
 }
 
-// pyc takes one compiled file if its header names the time and size of src.
+// pyc copies one compiled file if its header has the time and size of src.
 func (c *copier) pyc(name string, src *tree.Inode) error {
 	fi, err := c.host.Lstat(name[1:])
 	if err != nil || !fi.Mode().IsRegular() || src == nil {
@@ -68,7 +68,7 @@ func (c *copier) pyc(name string, src *tree.Inode) error {
 		return cerr
 	}
 	if errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) {
-		return nil // not compiled to the end; Python ignores it too
+		return nil // incomplete; Python ignores it too
 	}
 	if err != nil {
 		return err
@@ -77,10 +77,10 @@ func (c *copier) pyc(name string, src *tree.Inode) error {
 	if le.Uint32(head[4:]) != 0 || le.Uint32(head[8:]) != uint32(src.Mtime) || le.Uint32(head[12:]) != uint32(src.Size) {
 		return nil
 	}
-	if err := c.take(name, fi); err != nil {
+	if err := c.copy(name, fi); err != nil {
 		return err
 	}
-	// When it was compiled is the host's history; the content does not say it.
+	// The time of compilation differs between hosts and is not in the content.
 	made := c.tree.Lookup(name)
 	made.Mtime, made.MtimeNsec = src.Mtime, 0
 	return nil
@@ -102,9 +102,9 @@ func readNames(root *os.Root, name string) ([]string, error) {
 
 const alternativesDir = "var/lib/dpkg/alternatives"
 
-// alternatives makes the links that update-alternatives made on the host, as
-// far as the image holds what they lead to: the host's choice if it can, else
-// the best of the others.
+// alternatives creates the links of update-alternatives whose targets are in the
+// image: the host's choice if possible, otherwise the one with the highest
+// priority.
 func alternatives(host *os.Root, t *tree.Tree) error {
 	names, err := readNames(host, alternativesDir)
 	if err != nil {
@@ -129,7 +129,7 @@ func alternatives(host *os.Root, t *tree.Tree) error {
 		}
 		for i, l := range a.links {
 			target := choice.paths[i]
-			if target == "" || verdict(l.path) == skip || t.Stat(target) == nil || t.Lookup(l.path) != nil {
+			if target == "" || ruleFor(l.path) == skip || t.Stat(target) == nil || t.Lookup(l.path) != nil {
 				continue
 			}
 			if err := t.Put("/etc/alternatives/"+l.name, linkInode(target)); err != nil {
@@ -143,8 +143,8 @@ func alternatives(host *os.Root, t *tree.Tree) error {
 	return nil
 }
 
-// alternative is one file of update-alternatives: links that change together,
-// and what they can lead to.
+// alternative is one file of update-alternatives: links that change together, and
+// their possible targets.
 type alternative struct {
 	links   []altLink // the main one first
 	choices []altChoice
@@ -153,7 +153,7 @@ type alternative struct {
 type altLink struct{ name, path string }
 
 type altChoice struct {
-	paths    []string // one for each link; may be empty but for the first
+	paths    []string // one for each link; empty where the choice has none, except the first
 	priority int
 }
 
@@ -183,7 +183,7 @@ func parseAlternative(name string, data []byte) (*alternative, error) {
 	for {
 		n, ok := next()
 		if !ok {
-			return nil, bad("the list of links does not end")
+			return nil, bad("unterminated list of links")
 		}
 		if n == "" {
 			break
@@ -200,7 +200,7 @@ func parseAlternative(name string, data []byte) (*alternative, error) {
 			return a, nil
 		}
 		if !path.IsAbs(p) {
-			return nil, bad("a choice that is no path")
+			return nil, bad("the path of a choice is not absolute")
 		}
 		prio, _ := next()
 		n, err := strconv.Atoi(prio)
@@ -236,7 +236,7 @@ func (a *alternative) choose(current string, have func(string) bool) *altChoice 
 	return best
 }
 
-// maxSmall bounds the host's small files that are read whole.
+// maxSmall is the largest size in bytes of files that are read into memory.
 const maxSmall = 1 << 20
 
 func readSmall(root *os.Root, name string) ([]byte, error) {
@@ -247,7 +247,7 @@ func readSmall(root *os.Root, name string) ([]byte, error) {
 	defer f.Close()
 	b, err := io.ReadAll(io.LimitReader(f, maxSmall+1))
 	if err == nil && len(b) > maxSmall {
-		err = fmt.Errorf("over %d bytes", maxSmall)
+		err = fmt.Errorf("exceeds %d bytes", maxSmall)
 	}
 	return b, err
 }
@@ -257,9 +257,9 @@ const (
 	certBundle = "/etc/ssl/certs/ca-certificates.crt"
 )
 
-// certificates makes the bundle that update-ca-certificates would make from
-// the certificates in the tree. What an administrator of this host added or
-// distrusted is the host's own and stays out.
+// certificates creates the bundle of update-ca-certificates from the certificates
+// in the tree. Certificates that the administrator of this host added or
+// deselected are local configuration and have no effect.
 func certificates(t *tree.Tree) error {
 	top := t.Lookup(certDir)
 	if top == nil || !top.IsDir() {

@@ -2,7 +2,7 @@ package debian
 
 import (
 	"context"
-	"crypto/md5" // conffiles: it is what dpkg records, and no defence against anyone
+	"crypto/md5" // only to compare conffiles with dpkg's records; not for security
 	"crypto/sha256"
 	"encoding/hex"
 	"errors"
@@ -21,36 +21,34 @@ import (
 	"bivy/internal/template/tree"
 )
 
-// generatedVersion is part of every key; it grows when the generated files
+// generatedVersion is part of every key. It is increased when the generated files
 // change.
 const generatedVersion = 1
 
-// Packages is a source: named packages and all they depend on, as installed
-// below a root directory of this host, with the accounts and configuration of
-// a fresh system.
+// Packages is a source: packages and their dependencies, as installed below a root
+// directory of this host, with the accounts and configuration of a new system.
 type Packages struct {
 	root  string
 	names []string
 
 	host     *os.Root
 	packages []*pkg
-	aliases  map[string]string // top directories that are links into /usr here
+	aliases  map[string]string // top-level directories that are links into /usr
 }
 
-// New returns a source for the named packages of the system at root, which is
-// "/" but for tests.
+// New returns a source for the named packages of the system at root, which is "/"
+// except in tests.
 func New(root string, names []string) *Packages {
 	return &Packages{root: root, names: names}
 }
 
 // String implements source.Source.
 func (p *Packages) String() string {
-	return fmt.Sprintf("host packages (%d and what they depend on)", len(p.names))
+	return fmt.Sprintf("host packages (%d and their dependencies)", len(p.names))
 }
 
-// Key implements source.Source: it is the hash of the names and versions of
-// all packages. A file that someone changed on the host by hand does not
-// change it.
+// Key implements source.Source. It is a hash of the names and versions of all
+// packages; a file that was changed by hand on the host does not change it.
 func (p *Packages) Key(context.Context) (string, error) {
 	host, err := os.OpenRoot(p.root)
 	if err != nil {
@@ -82,7 +80,7 @@ func (p *Packages) Close() error {
 	return h.Close()
 }
 
-// mergedDirs are the directories that a merged /usr turns into links.
+// mergedDirs are the directories that are links on a system with a merged /usr.
 var mergedDirs = []string{"bin", "sbin", "lib", "lib32", "lib64", "libx32"}
 
 // Load implements source.Source.
@@ -128,7 +126,7 @@ func (p *Packages) Load(ctx context.Context, t *tree.Tree, _ *tree.Spool, progre
 	if err := generate(t, p.packages); err != nil {
 		return source.Defaults{}, err
 	}
-	settleTimes(t)
+	setMissingTimes(t)
 	return source.Defaults{
 		Env:     map[string]string{"PATH": defaultPath, "LANG": "C.UTF-8"},
 		User:    userName,
@@ -137,7 +135,7 @@ func (p *Packages) Load(ctx context.Context, t *tree.Tree, _ *tree.Spool, progre
 	}, nil
 }
 
-// realPath is where the host keeps what dpkg lists as name.
+// realPath returns the path on the host of the file that dpkg lists as name.
 func (p *Packages) realPath(name string) string {
 	first, rest, ok := strings.Cut(name[1:], "/")
 	if to, merged := p.aliases["/"+first]; merged {
@@ -149,18 +147,18 @@ func (p *Packages) realPath(name string) string {
 	return name
 }
 
-// left says what to do with a path that a package lists.
-type left int
+// rule says what to do with a path that a package lists.
+type rule int
 
 const (
-	keep     left = iota // as it is on the host
-	dirsOnly             // its files are the host's own state
-	skip                 // not worth its bytes in a sandbox
+	keep     rule = iota // copy
+	dirsOnly             // copy directories only: files are state of the host
+	skip                 // do not copy
 )
 
-// leftOut lists path prefixes and what is done below them; the longest match
-// wins. A path of its own is meant without the slash at the end.
-var leftOut = map[string]left{
+// rules lists path prefixes and the rule for everything at or below them. The
+// longest match applies.
+var rules = map[string]rule{
 	"/boot/":  dirsOnly,
 	"/dev/":   dirsOnly,
 	"/home/":  dirsOnly,
@@ -174,7 +172,7 @@ var leftOut = map[string]left{
 	"/tmp/":   skip,
 	"/var/":   dirsOnly,
 
-	"/etc/alternatives/":          skip, // made for what the image holds
+	"/etc/alternatives/":          skip, // created by function alternatives
 	"/etc/bash_completion.d/":     skip,
 	"/etc/rc0.d/":                 skip,
 	"/etc/rc1.d/":                 skip,
@@ -188,7 +186,7 @@ var leftOut = map[string]left{
 	"/usr/share/applications/":    skip,
 	"/usr/share/gitweb/":          skip,
 	"/usr/share/pixmaps/":         skip,
-	"/etc/apt/":                   skip, // may hold credentials, and names mirrors of this host
+	"/etc/apt/":                   skip, // may contain credentials and the mirrors of this host
 	"/etc/cron.d/":                skip,
 	"/etc/cron.daily/":            skip,
 	"/etc/cron.weekly/":           skip,
@@ -196,7 +194,7 @@ var leftOut = map[string]left{
 	"/etc/kernel/":                skip,
 	"/etc/logrotate.d/":           skip,
 	"/etc/ssh/":                   skip,
-	"/etc/ssl/certs/":             skip, // made anew
+	"/etc/ssl/certs/":             skip, // created by function certificates
 	"/etc/ssl/private/":           skip,
 	"/etc/systemd/":               skip,
 	"/etc/update-motd.d/":         skip,
@@ -205,7 +203,7 @@ var leftOut = map[string]left{
 	"/usr/lib/modules/":           skip,
 	"/usr/lib/sysctl.d/":          skip,
 	"/usr/lib/tmpfiles.d/":        skip,
-	"/usr/share/bash-completion/": skip, // a login shell reads none
+	"/usr/share/bash-completion/": skip, // not read by a login shell
 	"/usr/share/bug/":             skip,
 	"/usr/share/doc/":             skip,
 	"/usr/share/doc-base/":        skip,
@@ -218,10 +216,10 @@ var leftOut = map[string]left{
 	"/usr/share/zsh/":             skip,
 }
 
-// verdict finds the longest prefix of leftOut for name.
-func verdict(name string) left {
+// ruleFor returns the rule of the longest matching prefix.
+func ruleFor(name string) rule {
 	for at := name + "/"; ; {
-		if v, ok := leftOut[at]; ok {
+		if v, ok := rules[at]; ok {
 			return v
 		}
 		cut := strings.LastIndexByte(strings.TrimSuffix(at, "/"), '/')
@@ -232,13 +230,13 @@ func verdict(name string) left {
 	}
 }
 
-// perlHeader reports whether name is one of the C headers that Perl brings to
-// build modules with, a third of its size.
+// perlHeader reports whether name is one of Perl's C headers, which are needed only
+// to build modules and are a third of its size.
 func perlHeader(name string) bool {
 	return strings.HasSuffix(name, ".h") && strings.Contains(name, "/perl/") && strings.Contains(name, "/CORE/")
 }
 
-// copier takes the files of packages into a tree.
+// copier copies the files of packages into a tree.
 type copier struct {
 	ctx      context.Context
 	host     *os.Root
@@ -246,8 +244,8 @@ type copier struct {
 	progress source.Progress
 	real     func(string) string
 	done     int64
-	links    map[uint64]string // first names of files with several, by inode
-	python   []string          // Python sources taken, whose bytecode is wanted
+	links    map[uint64]string // first names of files with several names, by inode
+	python   []string          // copied Python sources, see bytecode
 }
 
 func (c *copier) pkg(x *pkg) error {
@@ -260,7 +258,7 @@ func (c *copier) pkg(x *pkg) error {
 	}
 	for _, listed := range files {
 		name := c.real(path.Clean(listed))
-		v := verdict(name)
+		v := ruleFor(name)
 		if v == skip || perlHeader(name) {
 			continue
 		}
@@ -276,7 +274,7 @@ func (c *copier) pkg(x *pkg) error {
 			continue
 		}
 		if strings.HasPrefix(name, "/etc/") && fi.Mode().IsRegular() {
-			ok, err := c.asInstalled(x, listed, name)
+			ok, err := c.unchanged(x, listed, name)
 			if err != nil {
 				return err
 			}
@@ -284,19 +282,19 @@ func (c *copier) pkg(x *pkg) error {
 				continue
 			}
 		}
-		if err := c.take(name, fi); err != nil {
+		if err := c.copy(name, fi); err != nil {
 			return err
 		}
 	}
 	return nil
 }
 
-// asInstalled reports whether a file below /etc is a conffile and still what
-// the package brought. One that was changed here may hold anything.
-func (c *copier) asInstalled(x *pkg, listed, name string) (bool, error) {
+// unchanged reports whether a file below /etc is a conffile with the content that
+// the package installed. A changed one may contain anything.
+func (c *copier) unchanged(x *pkg, listed, name string) (bool, error) {
 	want, ok := x.conffiles[listed]
 	if !ok {
-		c.tree.Notes().Add("below /etc but no conffile, left out", name)
+		c.tree.Notes().Add("files below /etc that are not conffiles, left out", name)
 		return false, nil
 	}
 	f, err := c.host.OpenFile(name[1:], os.O_RDONLY|unix.O_NONBLOCK|unix.O_NOFOLLOW, 0)
@@ -315,8 +313,8 @@ func (c *copier) asInstalled(x *pkg, listed, name string) (bool, error) {
 	return true, nil
 }
 
-// take puts one file, directory or symlink of the host into the tree.
-func (c *copier) take(name string, fi fs.FileInfo) error {
+// copy adds one file, directory or symlink of the host to the tree.
+func (c *copier) copy(name string, fi fs.FileInfo) error {
 	ino, err := source.HostInode(fi)
 	if err != nil {
 		return err
@@ -324,10 +322,10 @@ func (c *copier) take(name string, fi fs.FileInfo) error {
 	mapOwner(ino)
 	switch {
 	case ino.IsDir():
-		// A directory's time is that of the last installation here.
+		// A directory's time depends on the installation.
 		ino.Mtime, ino.MtimeNsec = 0, 0
 		if have := c.tree.Lookup(name); have != nil && have.IsSymlink() {
-			return nil // a merged directory, listed by an old package
+			return nil // a directory of a merged /usr, listed by an old package
 		}
 	case ino.IsSymlink():
 		if ino.Target, err = c.host.Readlink(name[1:]); err != nil {
@@ -365,9 +363,8 @@ func (c *copier) take(name string, fi fs.FileInfo) error {
 	return c.tree.Put(name, ino)
 }
 
-// mapOwner keeps the owners that every Debian has. Others are numbers that
-// this host happened to give out: their files go to root, without the bits
-// that would make a program run as someone it does not know.
+// mapOwner keeps owners with fixed ids. Other ids differ between hosts: their files
+// are given to root, without the setuid and setgid bits.
 func mapOwner(ino *tree.Inode) {
 	if !knownUID(ino.UID) {
 		ino.UID = 0
@@ -379,10 +376,10 @@ func mapOwner(ino *tree.Inode) {
 	}
 }
 
-// settleTimes gives what has no time of its own, directories and what was
-// generated, that of the newest file: the same packages give the same image,
-// and nothing is from 1970, which some programs refuse to pack.
-func settleTimes(t *tree.Tree) {
+// setMissingTimes sets the time of directories and generated files to that of the
+// newest file, so that the same packages give the same image, and no file is from
+// 1970, which some programs reject.
+func setMissingTimes(t *tree.Tree) {
 	var newest int64
 	_ = t.Walk(func(_ string, ino *tree.Inode) error { // the function never fails
 		newest = max(newest, ino.Mtime)

@@ -128,8 +128,8 @@ func md5sum(s string) string {
 	return hex.EncodeToString(sum[:])
 }
 
-// TestNothingOfTheHost fills a host with secrets and local state, all of it
-// listed by a package, and looks for any of it in the image.
+// TestNothingOfTheHost creates a host with secrets and local state in files that a
+// package lists, and checks that none of it is in the image.
 func TestNothingOfTheHost(t *testing.T) {
 	const secret = "SECRET-OF-THE-HOST"
 	h := newHost(t)

@@ -1,6 +1,6 @@
-// Package debian takes files of Debian packages as they are installed on this
-// host, and makes a root file system of them that holds nothing of the host
-// itself: no accounts, keys, names, local configuration or state.
+// Package debian makes a root file system from the files of Debian packages as they
+// are installed on this host. It contains nothing else of the host: no accounts,
+// keys, host names, local configuration or state.
 package debian
 
 import (
@@ -17,7 +17,7 @@ import (
 	"bivy/internal/kind"
 )
 
-// Bounds of dpkg's database.
+// Limits of the size of dpkg's database.
 const (
 	maxStatusBytes = 256 << 20
 	maxListBytes   = 64 << 20
@@ -29,7 +29,7 @@ const (
 	infoDir    = "var/lib/dpkg/info"
 )
 
-// architecture is what images are made for; "all" goes with it.
+// architecture is the architecture of images; packages for "all" are used too.
 const architecture = "amd64"
 
 // pkg is an installed package.
@@ -37,13 +37,13 @@ type pkg struct {
 	name      string
 	version   string
 	arch      string
-	depends   [][]string        // groups of alternatives; versions are dpkg's matter
-	provides  []string          //
-	conffiles map[string]string // path: MD5 as it was installed
+	depends   [][]string        // groups of alternatives, without versions, which dpkg has checked
+	provides  []string          // virtual packages
+	conffiles map[string]string // MD5 of the packaged version, by path
 	paragraph string            // its text in dpkg's status file
 }
 
-// database is what dpkg knows to be installed.
+// database holds the packages that dpkg lists as installed.
 type database struct {
 	byName    map[string]*pkg
 	providers map[string][]*pkg // of virtual packages, sorted by name
@@ -91,7 +91,7 @@ func parseStatus(r io.Reader) (*database, error) {
 		return nil, err
 	}
 	if limited.N == 0 {
-		return nil, fmt.Errorf("over %d bytes", maxStatusBytes)
+		return nil, fmt.Errorf("exceeds %d bytes", maxStatusBytes)
 	}
 	for _, ps := range db.providers {
 		slices.SortFunc(ps, func(a, b *pkg) int { return strings.Compare(a.name, b.name) })
@@ -177,9 +177,9 @@ func (db *database) add(p *pkg) {
 	}
 }
 
-// closure returns the named packages and all they depend on, sorted by name.
-// Packages that are not installed are one error that names them all and the
-// command that installs them.
+// closure returns the named packages and all their dependencies, sorted by name.
+// The error for packages that are not installed lists all of them and the command
+// that installs them.
 func (db *database) closure(names []string) ([]*pkg, error) {
 	var missing []string
 	chosen := map[string]*pkg{}
@@ -222,8 +222,8 @@ func (db *database) closure(names []string) ([]*pkg, error) {
 	return out, nil
 }
 
-// satisfy finds an installed package for a dependency: one that is taken
-// already if any is, else the first real one, else the first that provides it.
+// satisfy returns an installed package for a dependency: one that is chosen already,
+// otherwise the first real package, otherwise the first that provides it.
 func (db *database) satisfy(group []string, chosen map[string]*pkg) *pkg {
 	var first *pkg
 	for _, n := range group {
@@ -250,7 +250,7 @@ func (db *database) satisfy(group []string, chosen map[string]*pkg) *pkg {
 	return nil
 }
 
-// files returns the paths that package p put on the host, as dpkg lists them.
+// files returns the paths of package p, as dpkg lists them.
 func (p *pkg) files(root *os.Root) ([]string, error) {
 	f, err := root.Open(infoDir + "/" + p.name + ":" + p.arch + ".list")
 	if errors.Is(err, fs.ErrNotExist) {
@@ -273,7 +273,7 @@ func (p *pkg) files(root *os.Root) ([]string, error) {
 		return nil, fmt.Errorf("dpkg: files of %s: %w", p.name, err)
 	}
 	if limited.N == 0 {
-		return nil, fmt.Errorf("dpkg: files of %s: over %d bytes", p.name, maxListBytes)
+		return nil, fmt.Errorf("dpkg: files of %s: exceeds %d bytes", p.name, maxListBytes)
 	}
 	return out, nil
 }

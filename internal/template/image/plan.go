@@ -16,28 +16,29 @@ import (
 	"bivy/internal/template/tree"
 )
 
-// planned is the tree as go-erofs is shown it. Two things are not shown as
-// they are, because go-erofs v0.3.1 has no way to say them, and are put right
-// by settle afterwards:
+// sourceFS is the tree as the fs.FS that go-erofs reads. Two things differ from
+// the tree, because go-erofs v0.3.1 cannot write them; patch corrects them in the
+// image:
 //
-//   - a file shorter than a block is shown as one full block, or it would be
-//     kept beside its inode, where gVisor can read it but not map or run it;
-//   - the second and later names of a file are shown as empty files, or each
-//     would get a copy of the data.
-type planned struct {
+//   - a file shorter than a block has the size of one block; otherwise its data
+//     would be stored beside its inode, where gVisor can read it but not map or
+//     execute it;
+//   - the second and later names of a file are empty files; otherwise each would
+//     get a copy of the data.
+type sourceFS struct {
 	ctx      context.Context
 	tree     *tree.Tree
 	progress func(done, total int64)
 	done     int64
 	total    int64
-	first    map[*tree.Inode]string // the first name of every file with several
-	failed   error                  // the first failure of a read, which go-erofs may report with less
+	first    map[*tree.Inode]string // the first name of every file with several names
+	failed   error                  // the first error of a read; go-erofs may not wrap it
 }
 
-// plan finds the first names and the size of all contents, and notes what the
-// image will lack.
-func plan(ctx context.Context, t *tree.Tree, progress func(done, total int64)) *planned {
-	p := &planned{ctx: ctx, tree: t, progress: progress, first: map[*tree.Inode]string{}}
+// newSourceFS finds the first name of each file with several and the total size,
+// and notes what the image will not contain.
+func newSourceFS(ctx context.Context, t *tree.Tree, progress func(done, total int64)) *sourceFS {
+	p := &sourceFS{ctx: ctx, tree: t, progress: progress, first: map[*tree.Inode]string{}}
 	_ = t.Walk(func(name string, ino *tree.Inode) error { // the function never fails
 		if len(ino.Xattrs) > 0 {
 			t.Notes().Add("extended attributes left out, which gVisor cannot read from an image", name)
@@ -54,23 +55,23 @@ func plan(ctx context.Context, t *tree.Tree, progress func(done, total int64)) *
 	return p
 }
 
-// alias reports whether name is a second name of ino.
-func (p *planned) alias(name string, ino *tree.Inode) bool {
+// alias reports whether name is a second or later name of ino.
+func (p *sourceFS) alias(name string, ino *tree.Inode) bool {
 	first, ok := p.first[ino]
 	return ok && first != name
 }
 
-// cause prefers the failure of a source to what go-erofs made of it.
-func (p *planned) cause(err error) error {
+// cause returns the error of a read if there was one, otherwise err.
+func (p *sourceFS) cause(err error) error {
 	if p.failed != nil && !errors.Is(err, p.failed) {
 		return p.failed
 	}
 	return err
 }
 
-// lookup finds the entry that fs.WalkDir calls name. Names are not UTF-8
-// always, so fs.ValidPath is not asked.
-func (p *planned) lookup(name string) (*tree.Inode, error) {
+// lookup finds the entry for a name of fs.WalkDir. Names need not be UTF-8, so it
+// does not use fs.ValidPath.
+func (p *sourceFS) lookup(name string) (*tree.Inode, error) {
 	ino := p.tree.Root()
 	if name != "." {
 		for part := range strings.SplitSeq(name, "/") {
@@ -82,9 +83,9 @@ func (p *planned) lookup(name string) (*tree.Inode, error) {
 	return ino, nil
 }
 
-// Open is called by go-erofs while it lists, for every file at once, so the
-// content is opened only when the first byte is wanted.
-func (p *planned) Open(name string) (fs.File, error) {
+// Open is called by go-erofs for all files while it lists directories, so the
+// content is opened only at the first read.
+func (p *sourceFS) Open(name string) (fs.File, error) {
 	ino, err := p.lookup(name)
 	if err != nil {
 		return nil, err
@@ -92,7 +93,7 @@ func (p *planned) Open(name string) (fs.File, error) {
 	return &reader{plan: p, name: name, ino: ino, left: ino.Size}, nil
 }
 
-func (p *planned) Stat(name string) (fs.FileInfo, error) {
+func (p *sourceFS) Stat(name string) (fs.FileInfo, error) {
 	ino, err := p.lookup(name)
 	if err != nil {
 		return nil, err
@@ -100,7 +101,7 @@ func (p *planned) Stat(name string) (fs.FileInfo, error) {
 	return p.info(name, ino), nil
 }
 
-func (p *planned) ReadDir(name string) ([]fs.DirEntry, error) {
+func (p *sourceFS) ReadDir(name string) ([]fs.DirEntry, error) {
 	ino, err := p.lookup(name)
 	if err != nil {
 		return nil, err
@@ -117,7 +118,7 @@ func (p *planned) ReadDir(name string) ([]fs.DirEntry, error) {
 	return out, nil
 }
 
-func (p *planned) ReadLink(name string) (string, error) {
+func (p *sourceFS) ReadLink(name string) (string, error) {
 	ino, err := p.lookup(name)
 	if err != nil {
 		return "", err
@@ -125,7 +126,7 @@ func (p *planned) ReadLink(name string) (string, error) {
 	return ino.Target, nil
 }
 
-func (p *planned) info(name string, ino *tree.Inode) *info {
+func (p *sourceFS) info(name string, ino *tree.Inode) *info {
 	i := &info{
 		name:  path.Base(name),
 		mode:  goMode(ino.Mode),
@@ -183,11 +184,11 @@ func (i *info) ModTime() time.Time { return time.Unix(i.mtime, int64(i.stat.Mtim
 func (i *info) IsDir() bool        { return i.mode.IsDir() }
 func (i *info) Sys() any           { return i.stat }
 
-// reader yields the bytes of one file, and zeros up to a block after those of
-// a short one. A content of another size than its inode says is an error: a
-// file of this host may change while it is read.
+// reader reads the content of one file, and pads that of a short one with zeros to
+// a block. Content shorter than the inode's size is an error: a file of this host
+// may change while it is read.
 type reader struct {
-	plan *planned
+	plan *sourceFS
 	name string
 	ino  *tree.Inode
 	src  io.ReadCloser
@@ -247,8 +248,7 @@ func (r *reader) read(b []byte) (int, error) {
 	return 0, io.EOF
 }
 
-// Close is called by go-erofs when it has what it asked for; the content must
-// end there too.
+// Close closes the content. go-erofs calls it when it has read the file.
 func (r *reader) Close() error {
 	if r.src == nil {
 		return nil

@@ -30,12 +30,12 @@ type Image struct {
 }
 
 // Write writes t into dir as "<sha256>.erofs". The same tree gives the same
-// bytes: the time of writing is not in them. The file appears whole and synced
-// or not at all; a killed process leaves at most a name that begins with
-// ".image-". progress is told of file contents written.
+// bytes, which do not contain the time of writing. The file appears complete and
+// synced or not at all; a killed process may leave a file whose name begins with
+// ".image-". progress is called with the bytes of file content written.
 //
-// What EROFS in gVisor cannot hold is left out and noted in t.Notes: extended
-// attributes.
+// Extended attributes, which gVisor does not support on EROFS, are left out and
+// noted in t.Notes.
 func Write(ctx context.Context, dir *os.Root, t *tree.Tree, progress func(done, total int64)) (_ Image, err error) {
 	tmp := ".image-" + rand.Text()
 	f, err := dir.OpenFile(tmp, os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
@@ -48,7 +48,7 @@ func Write(ctx context.Context, dir *os.Root, t *tree.Tree, progress func(done, 
 			err = errors.Join(err, remove(dir, tmp))
 		}
 	}()
-	plan := plan(ctx, t, progress)
+	plan := newSourceFS(ctx, t, progress)
 	w := erofs.Create(f, erofs.WithBlockSize(BlockSize), erofs.WithBuildTime(0, 0))
 	if err := w.CopyFrom(plan); err != nil {
 		return Image{}, fmt.Errorf("image: %w", plan.cause(err))
@@ -56,7 +56,7 @@ func Write(ctx context.Context, dir *os.Root, t *tree.Tree, progress func(done, 
 	if err := w.Close(); err != nil {
 		return Image{}, fmt.Errorf("image: %w", plan.cause(err))
 	}
-	if err := settle(f, plan); err != nil {
+	if err := patch(f, plan); err != nil {
 		return Image{}, fmt.Errorf("image: %w", err)
 	}
 	if err := f.Sync(); err != nil {
@@ -66,7 +66,7 @@ func Write(ctx context.Context, dir *os.Root, t *tree.Tree, progress func(done, 
 	if err != nil {
 		return Image{}, fmt.Errorf("image: %w", err)
 	}
-	// A read-only mode keeps honest programs from breaking what is shared.
+	// Read-only, so that a mistake does not change an image that is shared.
 	if err := f.Chmod(0o444); err != nil {
 		return Image{}, fmt.Errorf("image: %w", err)
 	}

@@ -23,8 +23,8 @@ import (
 	"bivy/internal/template/tree"
 )
 
-// sample is a tree with everything an image can hold, and sizes around every
-// border of the format.
+// sample is a tree with every kind of entry, and sizes around the limits of the
+// format.
 func sample(t *testing.T) *tree.Tree {
 	t.Helper()
 	tr := tree.New(tree.Limits{})
@@ -78,7 +78,7 @@ func sample(t *testing.T) *tree.Tree {
 	return tr
 }
 
-// inspect is an image as a reader finds it, one line per name.
+// inspect renders an image as read by go-erofs, one line per name.
 type inspect map[string]string
 
 // want renders the tree as inspect would find it in an image. Hard links are
@@ -135,7 +135,7 @@ func write(t *testing.T, tr *tree.Tree) (*os.Root, Image) {
 }
 
 // TestReadBack reads an image with go-erofs, whose reader shares no code with
-// what settle changed.
+// patch.
 func TestReadBack(t *testing.T) {
 	tr := sample(t)
 	// go-erofs opens no name that is not UTF-8; the kernel test has it.

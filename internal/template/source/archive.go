@@ -61,8 +61,8 @@ type archiveFiles interface {
 	Close() error
 }
 
-// Key implements Source: it is the digest of the manifest, or for "docker
-// save" of the configuration, which names every layer.
+// Key implements Source. It returns the digest of the manifest, or for "docker
+// save" that of the configuration, which lists every layer.
 func (a *Archive) Key(ctx context.Context) (string, error) {
 	key, err := a.find(ctx)
 	if err != nil {
@@ -102,8 +102,8 @@ func (a *Archive) find(ctx context.Context) (string, error) {
 	return "oci " + a.image.digest.String(), nil
 }
 
-// choose finds the entry of index.json that ref names. Without a ref there
-// must be one image, if for several platforms.
+// choose returns the entry of index.json for ref. Without a ref there must be only
+// one image, which may have several platforms.
 func (a *Archive) choose(list []v1.Descriptor) (v1.Descriptor, error) {
 	if a.ref == "" {
 		if len(list) == 1 {
@@ -126,7 +126,7 @@ func (a *Archive) choose(list []v1.Descriptor) (v1.Descriptor, error) {
 			return d, nil
 		}
 	}
-	return v1.Descriptor{}, kind.Errorf(kind.NotFound, "no image %.200q in index.json (there are: %s)", a.ref, strings.Join(have, ", "))
+	return v1.Descriptor{}, kind.Errorf(kind.NotFound, "no image %.200q in index.json (available: %s)", a.ref, strings.Join(have, ", "))
 }
 
 // small reads a small file of the archive.
@@ -144,7 +144,8 @@ func (a *Archive) small(name string) ([]byte, error) {
 
 // blob implements blobs.
 func (a *Archive) blob(_ context.Context, d v1.Descriptor) (io.ReadCloser, error) {
-	// A parsed digest has a known algorithm and hex digits alone.
+	// A parsed digest has a known algorithm and consists of hex digits, so it is
+	// safe as a path.
 	r, _, err := a.files.open("blobs/" + d.Digest.Algorithm + "/" + d.Digest.Hex)
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil, kind.Errorf(kind.Invalid, "blob %s is missing", d.Digest)
@@ -152,8 +153,8 @@ func (a *Archive) blob(_ context.Context, d v1.Descriptor) (io.ReadCloser, error
 	return r, err
 }
 
-// dockerBlobs finds the layers of "docker save", which have names instead of
-// digests: by the diff ID that the configuration lists for each.
+// dockerBlobs opens the layers of "docker save", which have file names instead of
+// digests, by the diff IDs in the configuration.
 type dockerBlobs struct {
 	*Archive
 	names map[v1.Hash]string
@@ -172,8 +173,8 @@ func (b dockerBlobs) blob(_ context.Context, d v1.Descriptor) (io.ReadCloser, er
 func (a *Archive) findDocker(ctx context.Context) (string, error) {
 	raw, err := a.small("manifest.json")
 	if errors.Is(err, fs.ErrNotExist) {
-		return "", kind.Errorf(kind.Invalid, "not an image: neither index.json nor manifest.json is in it").
-			WithHint("a plain root file system goes to from.tar or from.directory")
+		return "", kind.Errorf(kind.Invalid, "not an image: it has neither index.json nor manifest.json").
+			WithHint("use from.tar or from.directory for a plain root file system")
 	}
 	if err != nil {
 		return "", err
@@ -202,7 +203,7 @@ func (a *Archive) findDocker(ctx context.Context) (string, error) {
 		at = 0
 	}
 	if at < 0 {
-		return "", kind.Errorf(kind.NotFound, "no image %.200q among the %d in manifest.json (there are: %s)", a.ref, len(list), strings.Join(have, ", "))
+		return "", kind.Errorf(kind.NotFound, "no image %.200q among the %d in manifest.json (available: %s)", a.ref, len(list), strings.Join(have, ", "))
 	}
 	m := list[at]
 	if int64(len(m.Layers)) > a.limits.Layers {
@@ -219,7 +220,7 @@ func (a *Archive) findDocker(ctx context.Context) (string, error) {
 	if err != nil {
 		return "", err
 	}
-	// "docker save" calls the configuration by its own digest.
+	// "docker save" names the configuration by its digest.
 	if stem := strings.TrimSuffix(path.Base(m.Config), ".json"); len(stem) == 64 && stem != digest.Hex {
 		return "", kind.Errorf(kind.Invalid, "config %.200q: wrong digest: got %s", m.Config, digest)
 	}
@@ -266,7 +267,8 @@ func (a *Archive) Close() error {
 	return f.Close()
 }
 
-// layoutDir is a layout directory. os.Root keeps a link in it from leading out.
+// layoutDir is a layout directory. os.Root does not follow links that lead out of
+// it.
 type layoutDir struct{ root *os.Root }
 
 func openLayout(dir string) (archiveFiles, error) {
@@ -276,7 +278,7 @@ func openLayout(dir string) (archiveFiles, error) {
 	case err != nil:
 		return nil, err
 	case !fi.IsDir():
-		return nil, kind.Errorf(kind.Invalid, "it is not a directory").WithHint("an image in a file goes to from.tarball")
+		return nil, kind.Errorf(kind.Invalid, "it is not a directory").WithHint("use from.tarball for an image in a file")
 	}
 	root, err := os.OpenRoot(dir)
 	if err != nil {
@@ -287,7 +289,7 @@ func openLayout(dir string) (archiveFiles, error) {
 
 func (l layoutDir) open(name string) (io.ReadCloser, int64, error) {
 	if !fs.ValidPath(name) {
-		return nil, 0, kind.Errorf(kind.Invalid, "%.200q is no name in a layout", name)
+		return nil, 0, kind.Errorf(kind.Invalid, "invalid file name %.200q in a layout", name)
 	}
 	f, err := l.root.OpenFile(name, os.O_RDONLY|unix.O_NONBLOCK, 0)
 	if err != nil {
@@ -295,7 +297,7 @@ func (l layoutDir) open(name string) (io.ReadCloser, int64, error) {
 	}
 	fi, err := f.Stat()
 	if err == nil && !fi.Mode().IsRegular() {
-		err = kind.Errorf(kind.Invalid, "%s is not a file", name)
+		err = kind.Errorf(kind.Invalid, "%s is not a regular file", name)
 	}
 	if err != nil {
 		return nil, 0, errors.Join(err, f.Close())
@@ -305,7 +307,7 @@ func (l layoutDir) open(name string) (io.ReadCloser, int64, error) {
 
 func (l layoutDir) Close() error { return l.root.Close() }
 
-// tarIndex opens the members of a tar file by name, where they lie in it.
+// tarIndex opens the members of a tar file by name, without extracting them.
 type tarIndex struct {
 	file    *os.File
 	members map[string]member
@@ -313,8 +315,8 @@ type tarIndex struct {
 
 type member struct{ off, size int64 }
 
-// indexTar reads the headers of an image's tar file. It must not be packed:
-// its layers are, and are read from where they lie.
+// indexTar reads the headers of an image's tar file. The file must not be
+// compressed, because layers are read by their offset in it.
 func indexTar(ctx context.Context, file string, limits tree.Limits) (archiveFiles, error) {
 	f, size, err := openFile(file)
 	if err != nil {
@@ -332,7 +334,7 @@ func (x *tarIndex) scan(ctx context.Context, size int64, limits tree.Limits) err
 	if n, err := x.file.ReadAt(head[:], 0); err != nil && !errors.Is(err, io.EOF) {
 		return err
 	} else if s := string(head[:n]); strings.HasPrefix(s, "\x1f\x8b") || s == "\x28\xb5\x2f\xfd" {
-		return kind.Errorf(kind.Invalid, "the archive is packed").WithHint("unpack it first: gunzip or unzstd")
+		return kind.Errorf(kind.Invalid, "the archive is compressed").WithHint("decompress it with gunzip or unzstd")
 	}
 	// The tar package skips a member by seeking when it can, so after Next the
 	// position is that of the member's data.
@@ -364,7 +366,7 @@ func (x *tarIndex) scan(ctx context.Context, size int64, limits tree.Limits) err
 			links = append(links, h)
 		}
 	}
-	// Old versions of "docker save" make one layer a link to its twin.
+	// Old versions of "docker save" store equal layers as links.
 	for _, h := range links {
 		target := path.Clean(h.Linkname)
 		if h.Typeflag == tar.TypeSymlink {

@@ -16,10 +16,9 @@ import (
 	"bivy/internal/template/tree"
 )
 
-// Directory is a root file system in a directory of this host. It is read as
-// it is: owners, modes, times and hard links are kept, symlinks are never
-// followed, other file systems mounted below it are left out, as are sockets,
-// FIFOs, device nodes and extended attributes.
+// Directory is a root file system in a directory of this host. Owners, modes, times
+// and hard links are kept; symlinks are not followed. Left out are other file
+// systems mounted below it, sockets, FIFOs, device nodes and extended attributes.
 type Directory struct {
 	path string
 	root *os.Root
@@ -31,7 +30,7 @@ func NewDirectory(path string) *Directory { return &Directory{path: path} }
 // String implements Source.
 func (d *Directory) String() string { return "directory " + d.path }
 
-// Key implements Source: only reading all of it would tell.
+// Key implements Source. It is empty: a directory has no digest.
 func (d *Directory) Key(context.Context) (string, error) {
 	fi, err := os.Stat(d.path)
 	switch {
@@ -40,7 +39,7 @@ func (d *Directory) Key(context.Context) (string, error) {
 	case err != nil:
 		return "", err
 	case !fi.IsDir():
-		return "", kind.Errorf(kind.Invalid, "%s is not a directory", d.path).WithHint("a tar file goes to from.tar")
+		return "", kind.Errorf(kind.Invalid, "%s is not a directory", d.path).WithHint("use from.tar for a tar file")
 	}
 	d.root, err = os.OpenRoot(d.path)
 	return "", err
@@ -83,10 +82,10 @@ type dirWalk struct {
 	progress Progress
 	done     int64
 	dev      uint64
-	links    map[uint64]string // the first name of each file with several
+	links    map[uint64]string // the first name of each file with several names, by inode
 }
 
-// dir takes in the directory called name and all below it.
+// dir adds the directory name and everything below it.
 func (w *dirWalk) dir(name string, fi fs.FileInfo) error {
 	if err := w.ctx.Err(); err != nil {
 		return err
@@ -182,8 +181,8 @@ func statOf(fi fs.FileInfo) (*syscall.Stat_t, error) {
 	return st, nil
 }
 
-// HostInode returns the metadata of a host's file, directory or symlink. The
-// target of a symlink and the content of a file are the caller's to set.
+// HostInode returns the metadata of a file, directory or symlink of this host. The
+// caller sets the target of a symlink and the content of a file.
 func HostInode(fi fs.FileInfo) (*tree.Inode, error) {
 	st, err := statOf(fi)
 	if err != nil {
@@ -197,8 +196,8 @@ func HostInode(fi fs.FileInfo) (*tree.Inode, error) {
 	return ino, nil
 }
 
-// HostFile is the content of a regular file of this host. It opens only the
-// very file that Info is about.
+// HostFile is the content of a regular file of this host. Opening fails when the
+// file is not the one that Info describes, or has changed.
 type HostFile struct {
 	Root *os.Root
 	Name string
@@ -213,7 +212,7 @@ func (h HostFile) Open() (io.ReadCloser, error) {
 	}
 	fi, err := f.Stat()
 	if err == nil && (!os.SameFile(fi, h.Info) || fi.Size() != h.Info.Size() || !fi.ModTime().Equal(h.Info.ModTime())) {
-		err = kind.Errorf(kind.Conflict, "%s changed while the template was built", h.Name).WithHint("build again when nothing writes there")
+		err = kind.Errorf(kind.Conflict, "%s changed while the template was built", h.Name).WithHint("build again when no program writes to it")
 	}
 	if err != nil {
 		return nil, errors.Join(err, f.Close())

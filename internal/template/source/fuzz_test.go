@@ -12,14 +12,14 @@ import (
 	"bivy/internal/template/tree"
 )
 
-// fuzzLimits keep one run small, so that a limit is a result and not a wait.
+// fuzzLimits are small, so that a run that reaches a limit is short.
 var fuzzLimits = tree.Limits{
 	Bytes: 1 << 20, Entries: 2000, StreamBytes: 4 << 20, MetaBytes: 1 << 20, Depth: 32, Links: 50, XattrBytes: 4096,
 }
 
-// FuzzLayer merges arbitrary bytes as a layer over a small image, packed or
-// not. Whatever comes, the tree stays one, inside its limits, and every
-// refusal has a kind.
+// FuzzLayer merges arbitrary bytes as a layer, compressed or not, over a small
+// image. The tree must stay valid and within its limits, and every error must have
+// a kind.
 func FuzzLayer(f *testing.F) {
 	base := makeTar(f, dirent("usr/lib"), sym("lib", "usr/lib"), reg("etc/passwd", "root"), sym("up", "../../.."), hardlink("also", "etc/passwd"))
 	f.Fuzz(func(t *testing.T, data []byte) {
@@ -39,9 +39,9 @@ func FuzzLayer(f *testing.F) {
 		if err := tr.BeginLayer("fuzzed"); err != nil {
 			t.Fatal(err)
 		}
-		u, err := unpack(bytes.NewReader(data))
+		u, err := decompress(bytes.NewReader(data))
 		if err == nil {
-			err = mergeTar(context.Background(), tr, sp, newBounded(u, "StreamBytes", fuzzLimits.StreamBytes, "fuzzed"), true)
+			err = mergeTar(context.Background(), tr, sp, newLimitedReader(u, "StreamBytes", fuzzLimits.StreamBytes, "fuzzed"), true)
 			if cerr := u.Close(); cerr != nil {
 				t.Fatal(cerr)
 			}

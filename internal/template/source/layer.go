@@ -26,10 +26,9 @@ const (
 
 const xattrPrefix = "SCHILY.xattr."
 
-// mergeTar merges the entries of one tar stream into t. Whiteouts are what
-// their names say only in a layer; in a plain tar they are files. Device
-// nodes, FIFOs and sockets are left out and noted: a sandbox gets its devices
-// from gVisor, never from an image.
+// mergeTar merges the entries of one tar stream into t. Whiteouts are interpreted
+// in layers only; in a plain tar they are ordinary files. Device nodes, FIFOs and
+// sockets are left out and noted: a sandbox has the devices of gVisor only.
 func mergeTar(ctx context.Context, t *tree.Tree, spool *tree.Spool, r io.Reader, layer bool) error {
 	tr := tar.NewReader(r)
 	for {
@@ -57,19 +56,19 @@ func mergeTar(ctx context.Context, t *tree.Tree, spool *tree.Spool, r io.Reader,
 	}
 }
 
-// tarError gives the faults of the format the kind of a bad input, and leaves
-// those of reading, which may be anything, as they are.
+// tarError gives errors of the format the kind Invalid, and returns errors of
+// reading unchanged.
 func tarError(err error) error {
 	if kind.Of(err) != kind.Internal {
 		return err
 	}
 	if errors.Is(err, tar.ErrHeader) || errors.Is(err, tar.ErrFieldTooLong) || errors.Is(err, io.ErrUnexpectedEOF) {
-		return kind.Errorf(kind.Invalid, "not a whole tar: %w", err)
+		return kind.Errorf(kind.Invalid, "malformed or truncated tar: %w", err)
 	}
 	return err
 }
 
-// whiteout does what h says if it is a whiteout.
+// whiteout applies h if it is a whiteout, and reports whether it is one.
 func whiteout(t *tree.Tree, h *tar.Header) (bool, error) {
 	base := path.Base(h.Name)
 	if !strings.HasPrefix(base, whiteoutPrefix) {
@@ -81,7 +80,7 @@ func whiteout(t *tree.Tree, h *tar.Header) (bool, error) {
 	case base == whiteoutOpaque:
 		return true, t.Opaque(dir)
 	case strings.HasPrefix(base, whiteoutMeta):
-		return true, nil // bookkeeping of AUFS
+		return true, nil // internal files of AUFS
 	}
 	hidden := strings.TrimPrefix(base, whiteoutPrefix)
 	if hidden == "" || hidden == "." || hidden == ".." {
@@ -126,7 +125,7 @@ func mergeEntry(t *tree.Tree, spool *tree.Spool, tr *tar.Reader, h *tar.Header) 
 	return t.Put(h.Name, ino)
 }
 
-// leaveOut skips an entry that no image holds, whatever it replaces.
+// leaveOut notes an entry that is left out and removes the entry that it replaces.
 func leaveOut(t *tree.Tree, name, reason string) error {
 	if err := t.Remove(name); err != nil {
 		return err
@@ -140,7 +139,7 @@ func inodeOf(t *tree.Tree, h *tar.Header, mode uint32) (*tree.Inode, error) {
 		return nil, t.Refuse(h.Name, "owner %d:%d", h.Uid, h.Gid)
 	}
 	ino := &tree.Inode{
-		// The permissions and the three bits above them; the type is the flag's.
+		// The permissions, setuid, setgid and sticky; the type is that of the flag.
 		Mode: mode | uint32(h.Mode)&0o7777,
 		UID:  uint32(h.Uid),
 		GID:  uint32(h.Gid),
@@ -163,13 +162,13 @@ func inodeOf(t *tree.Tree, h *tar.Header, mode uint32) (*tree.Inode, error) {
 	return ino, nil
 }
 
-// keptXattr reports whether an extended attribute means anything outside the
-// file system it was read from. The kernel's own, such as overlayfs's, do not.
+// keptXattr reports whether an extended attribute is kept: those of the kernel, such
+// as overlayfs's, have no meaning on another file system.
 func keptXattr(name string) bool {
 	return name == "security.capability" || strings.HasPrefix(name, "user.")
 }
 
-// mtime bounds a time to what an image can hold.
+// mtime returns a time as an image stores it; times before 1970 become 0.
 func mtime(t time.Time) (int64, uint32) {
 	if t.Unix() < 0 {
 		return 0, 0

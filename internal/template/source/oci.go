@@ -18,7 +18,7 @@ import (
 	"bivy/internal/template/tree"
 )
 
-// The platform that images are chosen for.
+// The platform of the images that are used.
 const (
 	platformOS   = "linux"
 	platformArch = "amd64"
@@ -27,8 +27,8 @@ const (
 // maxIndexDepth is how many indexes may point to indexes.
 const maxIndexDepth = 4
 
-// blobs is where the parts of one image are read from. What it returns is not
-// trusted: every part is checked against its descriptor here.
+// blobs opens the parts of one image. Its content is not trusted: every part is
+// checked against its descriptor.
 type blobs interface {
 	// blob opens the part with the descriptor's digest.
 	blob(ctx context.Context, d v1.Descriptor) (io.ReadCloser, error)
@@ -50,7 +50,7 @@ type ociLayer struct {
 	unlisted bool
 }
 
-// resolve finds the image for our platform that desc leads to.
+// resolve follows indexes from desc to the image for the platform.
 func resolve(ctx context.Context, from blobs, desc v1.Descriptor, limits tree.Limits) (*ociImage, error) {
 	for range maxIndexDepth {
 		raw, err := readBlob(ctx, from, desc, limits.ConfigBytes)
@@ -74,11 +74,11 @@ func resolve(ctx context.Context, from blobs, desc v1.Descriptor, limits tree.Li
 		}
 		desc = next
 	}
-	return nil, kind.Errorf(kind.Invalid, "indexes lead to indexes more than %d deep", maxIndexDepth)
+	return nil, kind.Errorf(kind.Invalid, "indexes are nested more than %d deep", maxIndexDepth)
 }
 
-// manifestType tells an image from an index. The document's own field decides
-// over the descriptor's, which a registry can get wrong.
+// manifestType returns whether a document is an image or an index. The document
+// itself decides, because the descriptor of a registry can be wrong.
 func manifestType(desc v1.Descriptor, raw []byte) (types.MediaType, error) {
 	var doc struct {
 		MediaType types.MediaType   `json:"mediaType"`
@@ -91,9 +91,9 @@ func manifestType(desc v1.Descriptor, raw []byte) (types.MediaType, error) {
 	}
 	switch {
 	case doc.FSLayers != nil:
-		return "", kind.Errorf(kind.Invalid, "an image of Docker's schema 1, which has no digests to check").WithHint("push it again with a current tool")
+		return "", kind.Errorf(kind.Invalid, "Docker manifest schema 1 is not supported: it has no digests to check").WithHint("push it again with a current tool")
 	case doc.Manifests != nil && doc.Layers != nil:
-		return "", kind.Errorf(kind.Invalid, "it is an index and an image at once")
+		return "", kind.Errorf(kind.Invalid, "it is both an index and an image")
 	case doc.Manifests != nil:
 		return types.OCIImageIndex, nil
 	case doc.Layers != nil && (doc.MediaType == "" || doc.MediaType.IsImage()):
@@ -102,8 +102,8 @@ func manifestType(desc v1.Descriptor, raw []byte) (types.MediaType, error) {
 	return "", kind.Errorf(kind.Invalid, "not an image (media type %.100q)", string(desc.MediaType))
 }
 
-// choose picks the manifest for our platform; one that names no platform is
-// taken when nothing else fits and it is the only one.
+// choose returns the manifest for the platform. If there is none, it returns the
+// manifest without a platform if there is exactly one.
 func choose(list []v1.Descriptor) (v1.Descriptor, error) {
 	var have []string
 	var open []v1.Descriptor
@@ -125,7 +125,7 @@ func choose(list []v1.Descriptor) (v1.Descriptor, error) {
 	if len(open) == 1 {
 		return open[0], nil
 	}
-	return v1.Descriptor{}, kind.Errorf(kind.Invalid, "no image for %s/%s (there are: %s)", platformOS, platformArch, strings.Join(have, ", "))
+	return v1.Descriptor{}, kind.Errorf(kind.Invalid, "no image for %s/%s (available: %s)", platformOS, platformArch, strings.Join(have, ", "))
 }
 
 func parseImage(ctx context.Context, from blobs, digest v1.Hash, raw []byte, limits tree.Limits) (*ociImage, error) {
@@ -166,7 +166,7 @@ func parseConfig(raw []byte, layers int) (*v1.ConfigFile, error) {
 		return nil, kind.Errorf(kind.Invalid, "not an image configuration: %w", err)
 	}
 	if len(c.RootFS.DiffIDs) != layers {
-		return nil, kind.Errorf(kind.Invalid, "it lists %d layers, the manifest %d", len(c.RootFS.DiffIDs), layers)
+		return nil, kind.Errorf(kind.Invalid, "it lists %d layers, but the manifest lists %d", len(c.RootFS.DiffIDs), layers)
 	}
 	if c.OS != platformOS || c.Architecture != platformArch {
 		return nil, kind.Errorf(kind.Invalid, "the image is for %.40q, not %s/%s", c.OS+"/"+c.Architecture, platformOS, platformArch)
@@ -174,13 +174,13 @@ func parseConfig(raw []byte, layers int) (*v1.ConfigFile, error) {
 	return c, nil
 }
 
-// readBlob reads and verifies a small part whole.
+// readBlob reads and verifies a small part.
 func readBlob(ctx context.Context, from blobs, d v1.Descriptor, limit int64) ([]byte, error) {
 	r, err := from.blob(ctx, d)
 	if err != nil {
 		return nil, err
 	}
-	raw, err := readAll(&counted{ctx: ctx, r: r}, limit, "")
+	raw, err := readAll(&progressReader{ctx: ctx, r: r}, limit, "")
 	if err := errors.Join(err, r.Close()); err != nil {
 		return nil, err
 	}
@@ -191,12 +191,12 @@ func readBlob(ctx context.Context, from blobs, d v1.Descriptor, limit int64) ([]
 // verify compares what was read with what its descriptor says.
 func verify(d v1.Descriptor, sum string, n int64) error {
 	if d.Digest.Algorithm != "sha256" {
-		return kind.Errorf(kind.Invalid, "a digest of algorithm %.40q; only sha256 is checked", d.Digest.Algorithm)
+		return kind.Errorf(kind.Invalid, "unsupported digest algorithm %.40q; want sha256", d.Digest.Algorithm)
 	}
 	if d.Digest.Hex != sum {
 		return kind.Errorf(kind.Invalid, "wrong digest: want %s, got sha256:%s", d.Digest, sum)
 	}
-	// A size of 0 is an unknown one, except for content that is empty.
+	// A size of 0 means that it is not known.
 	if d.Size != 0 && d.Size != n {
 		return kind.Errorf(kind.Invalid, "wrong size: want %d bytes, got %d", d.Size, n)
 	}
@@ -227,27 +227,27 @@ func (img *ociImage) merge(ctx context.Context, t *tree.Tree, spool *tree.Spool,
 	return nil
 }
 
-// mergeLayer merges one layer and verifies its digest and diff ID. What it
-// merged before a digest turned out wrong is discarded with the build.
+// mergeLayer merges one layer and verifies its digest and diff ID. They are known
+// at the end only; on an error the whole build is discarded.
 func (img *ociImage) mergeLayer(ctx context.Context, t *tree.Tree, spool *tree.Spool, l ociLayer, name string, progress Progress) (int64, error) {
 	blob, err := img.from.blob(ctx, l.desc)
 	if err != nil {
 		return 0, err
 	}
 	packedSum, rawSum := sha256.New(), sha256.New()
-	in := &counted{ctx: ctx, r: newBounded(blob, "StreamBytes", t.Limits().StreamBytes, name), progress: progress}
+	in := &progressReader{ctx: ctx, r: newLimitedReader(blob, "StreamBytes", t.Limits().StreamBytes, name), progress: progress}
 	err = func() error {
 		packed := io.TeeReader(in, packedSum)
-		u, err := unpack(packed)
+		u, err := decompress(packed)
 		if err != nil {
 			return err
 		}
 		defer u.Close()
-		raw := io.TeeReader(newBounded(u, "StreamBytes", t.Limits().StreamBytes, name), rawSum)
+		raw := io.TeeReader(newLimitedReader(u, "StreamBytes", t.Limits().StreamBytes, name), rawSum)
 		if err := mergeTar(ctx, t, spool, raw, true); err != nil {
 			return err
 		}
-		// What follows the tar's end is part of both digests.
+		// Data after the end of the tar is part of both digests.
 		if _, err := io.Copy(io.Discard, raw); err != nil {
 			return err
 		}
@@ -281,7 +281,7 @@ func (img *ociImage) defaults() (Defaults, error) {
 	for _, kv := range c.Env {
 		k, v, _ := strings.Cut(kv, "=")
 		if k == "" || strings.ContainsRune(kv, 0) {
-			continue // no environment can hold it
+			continue // not a valid variable
 		}
 		if d.Env == nil {
 			d.Env = map[string]string{}

@@ -48,8 +48,8 @@ func sha(b []byte) v1.Hash {
 	return h
 }
 
-// image makes an image of the given uncompressed layers, the first packed with
-// gzip, the second with zstd, the third not at all, and so on.
+// image makes an image of the given layers and compresses the first with gzip, the
+// second with zstd, the third not at all, and so on.
 func image(t *testing.T, layers ...[]byte) *parts {
 	t.Helper()
 	p := &parts{config: v1.ConfigFile{OS: "linux", Architecture: "amd64", RootFS: v1.RootFS{Type: "layers"}}}
@@ -70,7 +70,7 @@ func image(t *testing.T, layers ...[]byte) *parts {
 	return p
 }
 
-// seal makes the config's and the manifest's digests fit what is in them.
+// seal updates the digests of the config and the manifest.
 func (p *parts) seal(t *testing.T) {
 	t.Helper()
 	cfg, err := json.Marshal(p.config)
@@ -89,7 +89,7 @@ func (p *parts) seal(t *testing.T) {
 	}
 }
 
-// reg is a registry on loopback, with whatever parts are put into it.
+// reg is a registry on loopback.
 type testRegistry struct {
 	*httptest.Server
 	host string
@@ -157,7 +157,7 @@ func (p *parts) pull(t *testing.T, limits tree.Limits) (map[string]string, Defau
 	return got, d, err
 }
 
-// threeLayers is an image with one of everything that layers can do.
+// threeLayers is an image that uses every feature of layers.
 func threeLayers(t *testing.T) *parts {
 	return image(t,
 		makeTar(t, dirent("usr/"), dirent("usr/lib/"), sym("lib", "usr/lib"), reg("usr/lib/libc", "libc"), reg("etc/gone", "1"), reg("etc/kept", "1"),
@@ -321,8 +321,8 @@ func TestNotThere(t *testing.T) {
 	}
 }
 
-// TestHostileImages breaks an image in every way that a registry or whoever
-// pushed it could.
+// TestHostileImages changes an image in the ways that a malicious registry or
+// publisher could.
 func TestHostileImages(t *testing.T) {
 	evil := []byte("evil")
 	one := func(entries ...entry) *parts { return image(t, makeTar(t, reg("base", "x")), makeTar(t, entries...)) }
@@ -386,7 +386,7 @@ func TestHostileImages(t *testing.T) {
 		{"a digest that is a path", one(), func(p *parts) {
 			p.raw = bytes.ReplaceAll(p.raw, []byte(p.manifest.Layers[0].Digest.String()), []byte("sha256:../../../../etc/passwd"))
 		}, tree.Limits{}, kind.Invalid, []string{"manifest"}},
-		{"an index and an image", one(), func(p *parts) { p.raw = []byte(`{"schemaVersion":2,"layers":[],"manifests":[]}`) }, tree.Limits{}, kind.Invalid, []string{"at once"}},
+		{"an index and an image", one(), func(p *parts) { p.raw = []byte(`{"schemaVersion":2,"layers":[],"manifests":[]}`) }, tree.Limits{}, kind.Invalid, []string{"both"}},
 		{"schema 1", one(), func(p *parts) { p.raw = []byte(`{"schemaVersion":1,"fsLayers":[]}`) }, tree.Limits{}, kind.Invalid, []string{"schema 1"}},
 		{"nothing like an image", one(), func(p *parts) { p.raw = []byte(`{"hello":"world"}`) }, tree.Limits{}, kind.Invalid, []string{"not an image"}},
 	} {
@@ -395,7 +395,8 @@ func TestHostileImages(t *testing.T) {
 			if tc.break_ != nil {
 				tc.break_(p)
 			}
-			// A registry of our own: the library's refuses wrong digests at the door.
+			// The library's registry refuses uploads with wrong digests, so this one
+			// is separate.
 			s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
 				_, id, isBlob := strings.Cut(req.URL.Path, "/blobs/")
 				switch {
@@ -548,7 +549,7 @@ func TestLayoutAndArchive(t *testing.T) {
 	}
 }
 
-// TestDockerSave reads what the library's writer of "docker save" makes.
+// TestDockerSave reads a "docker save" file that the library has written.
 func TestDockerSave(t *testing.T) {
 	lp, err := layout.FromPath(threeLayers(t).writeLayout(t))
 	if err != nil {
@@ -629,7 +630,7 @@ func TestBadArchives(t *testing.T) {
 		"index leads out":   {NewLayout(linked, "", tree.Limits{}), kind.Invalid, ""},
 		"a plain tar":       {NewTarball(write("t", layer), "", tree.Limits{}), kind.Invalid, "not an image"},
 		"no tar":            {NewTarball(write("t", bytes.Repeat([]byte("x"), 2000)), "", tree.Limits{}), kind.Invalid, "tar"},
-		"packed":            {NewTarball(write("t", gz(t, layer)), "", tree.Limits{}), kind.Invalid, "packed"},
+		"packed":            {NewTarball(write("t", gz(t, layer)), "", tree.Limits{}), kind.Invalid, "compressed"},
 		"bad manifest":      {NewTarball(write("t", save("[")), "", tree.Limits{}), kind.Invalid, "manifest.json"},
 		"no images":         {NewTarball(write("t", save("[]")), "", tree.Limits{}), kind.NotFound, "no image"},
 		"config missing":    {NewTarball(write("t", save(`[{"Config":"c.json","Layers":["l"]}]`)), "", tree.Limits{}), kind.Invalid, "missing"},

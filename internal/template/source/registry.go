@@ -22,8 +22,8 @@ import (
 
 // Registry is an image in a registry.
 type Registry struct {
-	Ref       string            // as people write it
-	PlainHTTP bool              // talk HTTP; loopback registries get it anyway
+	Ref       string            // e.g. registry.example/app:1.2
+	PlainHTTP bool              // use HTTP, as always for loopback registries
 	Auth      *Login            // nil: anonymous
 	Transport http.RoundTripper // nil: the default
 	Limits    tree.Limits
@@ -47,7 +47,7 @@ func (r *Registry) String() string {
 	return fmt.Sprintf("image %s (%s)", r.Ref, r.image.digest)
 }
 
-// Key implements Source: it fetches the manifest and the configuration, and is
+// Key implements Source. It fetches the manifest and the configuration and returns
 // the manifest's digest.
 func (r *Registry) Key(ctx context.Context) (string, error) {
 	r.Limits = r.Limits.WithDefaults()
@@ -72,8 +72,8 @@ func (r *Registry) Key(ctx context.Context) (string, error) {
 	if err != nil {
 		return "", registryError(r.Ref, err)
 	}
-	// The library takes the digest of a tag's manifest from its bytes; that of
-	// a digest reference it has compared already.
+	// The library computes the digest of a tag's manifest from its bytes, and has
+	// checked that of a digest reference.
 	img, err := resolve(ctx, &remoteBlobs{Registry: r, first: desc}, desc.Descriptor, r.Limits)
 	if err != nil {
 		return "", fmt.Errorf("image %s: %w", r.Ref, err)
@@ -84,7 +84,7 @@ func (r *Registry) Key(ctx context.Context) (string, error) {
 
 // Load implements Source.
 func (r *Registry) Load(ctx context.Context, t *tree.Tree, spool *tree.Spool, progress Progress) (Defaults, error) {
-	r.opts[0] = remote.WithContext(ctx) // a build outlives the call that started it
+	r.opts[0] = remote.WithContext(ctx) // a build may continue after the call that started it
 	if err := r.image.merge(ctx, t, spool, progress); err != nil {
 		return Defaults{}, fmt.Errorf("image %s: %w", r.Ref, err)
 	}
@@ -96,7 +96,7 @@ func (r *Registry) Close() error { return nil }
 
 type remoteBlobs struct {
 	*Registry
-	first *remote.Descriptor // what the reference led to, fetched already
+	first *remote.Descriptor // of the reference, fetched already
 }
 
 func (b *remoteBlobs) blob(_ context.Context, d v1.Descriptor) (io.ReadCloser, error) {
@@ -122,8 +122,8 @@ func (b *remoteBlobs) blob(_ context.Context, d v1.Descriptor) (io.ReadCloser, e
 	return remoteReader{r}, nil
 }
 
-// remoteReader gives the failures of a download a kind. The library compares
-// digests too, before we do, and has no exported type for what it finds.
+// remoteReader gives errors of a download a kind. The library checks digests too,
+// and has no exported type for that error.
 type remoteReader struct{ io.ReadCloser }
 
 func (r remoteReader) Read(b []byte) (int, error) {
@@ -137,18 +137,18 @@ func (r remoteReader) Read(b []byte) (int, error) {
 	return n, kind.Errorf(kind.Unavailable, "download: %w", err)
 }
 
-// registryError gives the answers of a registry a kind and a next step.
+// registryError gives the errors of a registry a kind and a hint.
 func registryError(ref string, err error) error {
 	var te *transport.Error
 	if errors.As(err, &te) {
 		switch te.StatusCode {
 		case http.StatusUnauthorized, http.StatusForbidden:
-			return kind.Errorf(kind.Denied, "image %s: the registry refuses: %w", ref, err).
+			return kind.Errorf(kind.Denied, "image %s: the registry denied access: %w", ref, err).
 				WithHint("check from.image.credentials")
 		case http.StatusNotFound:
-			return kind.Errorf(kind.NotFound, "image %s: not in the registry: %w", ref, err)
+			return kind.Errorf(kind.NotFound, "image %s: not found in the registry: %w", ref, err)
 		case http.StatusTooManyRequests:
-			return kind.Errorf(kind.Unavailable, "image %s: the registry limits its rate: %w", ref, err).
+			return kind.Errorf(kind.Unavailable, "image %s: rate limit of the registry reached: %w", ref, err).
 				WithHint("try later, or sign in with from.image.credentials")
 		}
 		if te.StatusCode >= 500 {
@@ -158,7 +158,7 @@ func registryError(ref string, err error) error {
 	return kind.Errorf(kind.Unavailable, "image %s: %w", ref, err)
 }
 
-// RegistryHost returns the host that credentials for ref are looked up by.
+// RegistryHost returns the registry host of ref, by which credentials are found.
 func RegistryHost(ref string) (string, error) {
 	r, err := name.ParseReference(ref)
 	if err != nil {
@@ -168,8 +168,8 @@ func RegistryHost(ref string) (string, error) {
 }
 
 // DockerLogin finds the login for host in a Docker config.json. Credential
-// helpers are programs and are not run: a config that has only those is
-// refused with a hint. A host that is not in it is nil.
+// helpers are programs and are not run: a config that has only those is an error
+// with a hint. It returns nil for a host that is not in the config.
 func DockerLogin(config []byte, host string) (*Login, error) {
 	var c struct {
 		Auths map[string]struct {

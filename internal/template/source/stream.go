@@ -15,20 +15,20 @@ import (
 	"bivy/internal/template/tree"
 )
 
-// zstdWindow is the largest window a zstd stream may ask memory for; larger
-// ones need "zstd --ultra --long", which no image builder uses.
+// zstdWindow is the largest window of a zstd stream in bytes. Larger ones result
+// only from "zstd --ultra --long", which image builders do not use.
 const zstdWindow = 128 << 20
 
-// unpack returns the uncompressed bytes of r, told by its first bytes and not
-// by its name. The caller closes it, which does not close r.
-func unpack(r io.Reader) (io.ReadCloser, error) {
-	below := &watched{r: r}
+// decompress returns the decompressed content of r. It detects the compression by
+// the first bytes. Closing the result does not close r.
+func decompress(r io.Reader) (io.ReadCloser, error) {
+	below := &errorRecorder{r: r}
 	br := bufio.NewReaderSize(below, 128<<10)
 	head, err := br.Peek(6)
 	if err != nil && !errors.Is(err, io.EOF) {
 		return nil, err
 	}
-	p := packed{r: br, below: below, close: func() {}}
+	p := decompressor{r: br, below: below, close: func() {}}
 	switch {
 	case bytes.HasPrefix(head, []byte{0x1f, 0x8b}):
 		p.r, err = gzip.NewReader(br) // it holds nothing to close
@@ -41,7 +41,7 @@ func unpack(r io.Reader) (io.ReadCloser, error) {
 	case bytes.HasPrefix(head, []byte("BZh")):
 		p.r, err = bzip2.NewReader(br), nil
 	case bytes.HasPrefix(head, []byte{0xfd, '7', 'z', 'X', 'Z', 0}):
-		return nil, kind.Errorf(kind.Invalid, "packed with xz, which is not read").WithHint("unpack it, or pack it with gzip or zstd")
+		return nil, kind.Errorf(kind.Invalid, "xz compression is not supported").WithHint("decompress it, or use gzip or zstd")
 	default:
 		err = nil // a file of less than six bytes
 	}
@@ -51,13 +51,13 @@ func unpack(r io.Reader) (io.ReadCloser, error) {
 	return p, nil
 }
 
-// watched remembers the failure of a reader.
-type watched struct {
+// errorRecorder stores the error of a reader.
+type errorRecorder struct {
 	r   io.Reader
 	err error
 }
 
-func (w *watched) Read(b []byte) (int, error) {
+func (w *errorRecorder) Read(b []byte) (int, error) {
 	n, err := w.r.Read(b)
 	if err != nil && !errors.Is(err, io.EOF) {
 		w.err = err
@@ -65,22 +65,22 @@ func (w *watched) Read(b []byte) (int, error) {
 	return n, err
 }
 
-// packed gives every fault of a packed stream the kind of a bad input, except
-// those of the stream below it.
-type packed struct {
+// decompressor gives errors of the compressed data the kind Invalid, and returns
+// errors of the underlying reader unchanged.
+type decompressor struct {
 	r     io.Reader
-	below *watched
+	below *errorRecorder
 	close func()
 }
 
-func (p packed) Read(b []byte) (int, error) {
+func (p decompressor) Read(b []byte) (int, error) {
 	n, err := p.r.Read(b)
 	return n, p.fault(err)
 }
 
-func (p packed) Close() error { p.close(); return nil }
+func (p decompressor) Close() error { p.close(); return nil }
 
-func (p packed) fault(err error) error {
+func (p decompressor) fault(err error) error {
 	switch {
 	case err == nil || err == io.EOF: //nolint:errorlint // a wrapped EOF is a fault
 		return err
@@ -90,20 +90,20 @@ func (p packed) fault(err error) error {
 	return kind.Errorf(kind.Invalid, "broken compression: %w", err)
 }
 
-// bounded passes on r until it is over limit, which then is a LimitError about
-// the field of tree.Limits called name.
-type bounded struct {
+// limitedReader reads from r and fails with a LimitError beyond limit bytes. name is
+// the field of tree.Limits.
+type limitedReader struct {
 	r     io.Reader
 	left  int64
 	limit tree.LimitError
 }
 
-func newBounded(r io.Reader, name string, limit int64, layer string) *bounded {
-	return &bounded{r: r, left: limit, limit: tree.LimitError{Limit: name, Max: limit, Layer: layer}}
+func newLimitedReader(r io.Reader, name string, limit int64, layer string) *limitedReader {
+	return &limitedReader{r: r, left: limit, limit: tree.LimitError{Limit: name, Max: limit, Layer: layer}}
 }
 
-func (b *bounded) Read(p []byte) (int, error) {
-	// One byte more than is allowed, to tell the end from too much.
+func (b *limitedReader) Read(p []byte) (int, error) {
+	// One byte more than allowed, to distinguish the end from too much data.
 	if int64(len(p)) > b.left+1 {
 		p = p[:b.left+1]
 	}
@@ -116,8 +116,8 @@ func (b *bounded) Read(p []byte) (int, error) {
 	return n, err
 }
 
-// counted tells progress of every read, and stops when ctx ends.
-type counted struct {
+// progressReader calls progress after every read, and fails when ctx ends.
+type progressReader struct {
 	ctx      context.Context
 	r        io.Reader
 	progress Progress
@@ -125,7 +125,7 @@ type counted struct {
 	total    int64
 }
 
-func (c *counted) Read(p []byte) (int, error) {
+func (c *progressReader) Read(p []byte) (int, error) {
 	if err := c.ctx.Err(); err != nil {
 		return 0, err
 	}
@@ -139,5 +139,5 @@ func (c *counted) Read(p []byte) (int, error) {
 
 // readAll reads all of r, at most limit bytes.
 func readAll(r io.Reader, limit int64, layer string) ([]byte, error) {
-	return io.ReadAll(newBounded(r, "ConfigBytes", limit, layer))
+	return io.ReadAll(newLimitedReader(r, "ConfigBytes", limit, layer))
 }

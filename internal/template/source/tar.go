@@ -15,7 +15,7 @@ import (
 	"bivy/internal/template/tree"
 )
 
-// Tar is a root file system in a tar file, plain or packed with gzip, zstd or
+// Tar is a root file system in a tar file, plain or compressed with gzip, zstd or
 // bzip2.
 type Tar struct {
 	path string
@@ -29,8 +29,8 @@ func NewTar(path string) *Tar { return &Tar{path: path} }
 // String implements Source.
 func (s *Tar) String() string { return "tar " + s.path }
 
-// openFile opens a regular file of this host; a FIFO or device under its name
-// is refused and never waited for.
+// openFile opens a regular file of this host. It fails for a FIFO or device and
+// does not block on it.
 func openFile(path string) (*os.File, int64, error) {
 	f, err := os.OpenFile(path, os.O_RDONLY|unix.O_NONBLOCK, 0)
 	if err != nil {
@@ -41,7 +41,7 @@ func openFile(path string) (*os.File, int64, error) {
 	}
 	fi, err := f.Stat()
 	if err == nil && !fi.Mode().IsRegular() {
-		err = kind.Errorf(kind.Invalid, "%s is not a file", path)
+		err = kind.Errorf(kind.Invalid, "%s is not a regular file", path)
 	}
 	if err != nil {
 		return nil, 0, errors.Join(err, f.Close())
@@ -61,7 +61,7 @@ func (s *Tar) Key(ctx context.Context) (string, error) {
 
 func hashFile(ctx context.Context, f *os.File) (string, error) {
 	h := sha256.New()
-	if _, err := io.CopyBuffer(h, &counted{ctx: ctx, r: f}, make([]byte, 1<<20)); err != nil {
+	if _, err := io.CopyBuffer(h, &progressReader{ctx: ctx, r: f}, make([]byte, 1<<20)); err != nil {
 		return "", fmt.Errorf("%s: %w", f.Name(), err)
 	}
 	if _, err := f.Seek(0, io.SeekStart); err != nil {
@@ -78,11 +78,11 @@ func (s *Tar) Load(ctx context.Context, t *tree.Tree, spool *tree.Spool, progres
 	if s.size == 0 {
 		return Defaults{}, kind.Errorf(kind.Invalid, "%s is empty, not a tar", s.path)
 	}
-	u, err := unpack(&counted{ctx: ctx, r: s.file, progress: progress, total: s.size})
+	u, err := decompress(&progressReader{ctx: ctx, r: s.file, progress: progress, total: s.size})
 	if err != nil {
 		return Defaults{}, fmt.Errorf("%s: %w", s.path, err)
 	}
-	err = mergeTar(ctx, t, spool, newBounded(u, "StreamBytes", t.Limits().StreamBytes, ""), false)
+	err = mergeTar(ctx, t, spool, newLimitedReader(u, "StreamBytes", t.Limits().StreamBytes, ""), false)
 	if err := errors.Join(err, u.Close()); err != nil {
 		return Defaults{}, fmt.Errorf("%s: %w", s.path, err)
 	}

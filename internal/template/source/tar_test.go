@@ -71,10 +71,10 @@ func TestTarRefused(t *testing.T) {
 		kind kind.Kind
 		says string
 	}{
-		{"not a tar", bytes.Repeat([]byte("this is no tar "), 100), kind.Invalid, "not a whole tar"},
+		{"not a tar", bytes.Repeat([]byte("this is no tar "), 100), kind.Invalid, "malformed or truncated tar"},
 		{"empty", nil, kind.Invalid, "empty"},
-		{"cut short", good[:514], kind.Invalid, "not a whole tar"},
-		{"cut in a header", good[:300], kind.Invalid, "not a whole tar"},
+		{"cut short", good[:514], kind.Invalid, "malformed or truncated tar"},
+		{"cut in a header", good[:300], kind.Invalid, "malformed or truncated tar"},
 		{"broken gzip", append(gz(t, good)[:20], "garbage garbage garbage"...), kind.Invalid, ""},
 		{"cut gzip", gz(t, good)[:30], kind.Invalid, ""},
 		{"cut zstd", zst(t, good)[:30], kind.Invalid, ""},
@@ -107,13 +107,13 @@ func TestTarRefused(t *testing.T) {
 	}
 }
 
-// zeros is an endless stream that packs very well.
+// zeros is an endless stream of zeros, which compresses very well.
 type zeros struct{}
 
 func (zeros) Read(b []byte) (int, error) { clear(b); return len(b), nil }
 
-// TestBombs builds archives that are small to send and huge to unpack; each
-// must end at its limit.
+// TestBombs reads small archives whose content is huge; each must fail at its
+// limit.
 func TestBombs(t *testing.T) {
 	const huge = 1 << 30
 	header := func(size int64) []byte {
@@ -195,7 +195,7 @@ func TestDirectory(t *testing.T) {
 
 	got, _, tr, err := load(t, NewDirectory(dir), tree.Limits{})
 	must(err)
-	for name, s := range got { // whoever runs the test owns the files
+	for name, s := range got { // the files belong to the user who runs the test
 		f := strings.SplitN(s, " ", 3)
 		f[1] = ""
 		got[name] = strings.TrimSpace(strings.Join(f, " "))
@@ -225,8 +225,8 @@ func TestDirectoryRefused(t *testing.T) {
 	}
 }
 
-// TestDirectoryChanges swaps a file between the walk and the read: nothing
-// else may be read in its place.
+// TestDirectoryChanges replaces a file between the walk and the read: the
+// replacement must not be read.
 func TestDirectoryChanges(t *testing.T) {
 	for name, swap := range map[string]func(file string) error{
 		"replaced by a link out": func(f string) error { return errors.Join(os.Remove(f), os.Symlink("/etc/passwd", f)) },

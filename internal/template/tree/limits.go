@@ -2,9 +2,9 @@ package tree
 
 import "fmt"
 
-// Limits bound what one image may hold. They are checked while the input is
-// read, so a bomb costs at most the limit and never the disk. A zero field
-// takes its value from DefaultLimits.
+// Limits limit the size of one image. They are checked while the input is read, so
+// that a decompression bomb cannot fill the disk. A zero field takes its value from
+// DefaultLimits.
 type Limits struct {
 	Bytes        int64 // contents of all regular files of all layers, uncompressed
 	Entries      int64 // names in all layers, whiteouts included
@@ -20,13 +20,12 @@ type Limits struct {
 	ConfigBytes  int64 // one manifest, index or configuration of an image
 }
 
-// MaxPath is the length of the longest path a guest can name, and of the
-// longest target gVisor reads from a symlink whose data has a block of its own.
+// MaxPath is the length in bytes of the longest path that a guest can use, and of
+// the longest symlink target that gVisor reads from an image.
 const MaxPath = 4095
 
-// DefaultLimits returns the limits used where the caller names none. They
-// admit every image we know of and keep a build within a few hundred MiB of
-// memory.
+// DefaultLimits returns the limits used where the caller sets none. They are larger
+// than common images need, and keep a build within a few hundred MiB of memory.
 func DefaultLimits() Limits {
 	return Limits{
 		Bytes:        16 << 30,
@@ -63,8 +62,8 @@ func (l Limits) WithDefaults() Limits {
 	return l
 }
 
-// LimitError says which limit an input exceeds, and where. Its text does not
-// name the layer: the reader of the layers adds that when it wraps the error.
+// LimitError means that an input exceeds a limit. Its text does not name the layer:
+// the code that reads the layers adds it when it wraps the error.
 type LimitError struct {
 	Limit string // the name of the field of Limits, e.g. "Bytes"
 	Max   int64
@@ -77,5 +76,5 @@ func (e *LimitError) Error() string {
 	if e.Entry != "" {
 		where = fmt.Sprintf("entry %.256q: ", e.Entry)
 	}
-	return fmt.Sprintf("%sover the limit %s of %d", where, e.Limit, e.Max)
+	return fmt.Sprintf("%sexceeds the limit %s of %d", where, e.Limit, e.Max)
 }

@@ -7,11 +7,10 @@ import (
 	"strings"
 )
 
-// maxExamples is how many paths a note names; the rest are counted.
+// maxExamples is how many paths a note lists; others are only counted.
 const maxExamples = 5
 
-// Notes collects what a build left out, so that it is said and not hidden. The
-// zero value is ready for use.
+// Notes collects what a build left out, by reason. The zero value is ready for use.
 type Notes struct {
 	byReason map[string]*note
 }

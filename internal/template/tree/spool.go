@@ -7,9 +7,9 @@ import (
 	"os"
 )
 
-// Spool keeps the contents of streamed files in one temporary file, so that
-// memory stays bounded and no entry's name ever becomes a host path. The
-// caller opens the file and removes it.
+// Spool stores the contents of streamed files in one temporary file, so that
+// memory is limited and no name of an entry is used as a host path. The caller
+// opens the file and removes it.
 type Spool struct {
 	file *os.File
 	off  int64
@@ -68,7 +68,7 @@ func (s *Spool) AddAll(r io.Reader, limit int64) (Content, int64, error) {
 	case err != nil:
 		return nil, 0, fmt.Errorf("spool: %w", err)
 	case n > limit:
-		return nil, 0, fmt.Errorf("spool: over %d bytes", limit)
+		return nil, 0, fmt.Errorf("spool: exceeds %d bytes", limit)
 	case n == 0:
 		return nil, 0, nil
 	}

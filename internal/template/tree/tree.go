@@ -17,9 +17,9 @@ import (
 	"bivy/internal/kind"
 )
 
-// maxHops is how many symlinks one path may lead through, as in Linux; maxSteps
-// is how many components it may have with theirs, so that a million short names
-// through long symlinks stay cheap to refuse.
+// maxHops is how many symlinks the lookup of one path may follow, as in Linux.
+// maxSteps is how many components it may visit, including those of symlinks; it
+// limits the time of a lookup.
 const (
 	maxHops  = 40
 	maxSteps = 4096
@@ -29,6 +29,7 @@ const (
 // also after other entries were added. What it returns must yield exactly the
 // size its inode says.
 type Content interface {
+	// Open opens the content from its beginning. The caller closes it.
 	Open() (io.ReadCloser, error)
 }
 
@@ -40,7 +41,7 @@ type Inode struct {
 	MtimeNsec uint32
 	Size      int64             // regular files only
 	Target    string            // symlinks only
-	Xattrs    map[string]string // bounded; what an image can hold is decided by its writer
+	Xattrs    map[string]string // limited in size; package image decides what is written
 	Content   Content           // regular files of a size above zero only
 
 	links    int64
@@ -50,7 +51,7 @@ type Inode struct {
 
 type dirent struct {
 	ino   *Inode
-	layer int // the layer that named it last: a whiteout hides only what is below
+	layer int // the last layer that added it; a whiteout hides entries of lower layers
 }
 
 // IsDir reports whether i is a directory.
@@ -62,7 +63,7 @@ func (i *Inode) IsRegular() bool { return i.Mode&unix.S_IFMT == unix.S_IFREG }
 // IsSymlink reports whether i is a symlink.
 func (i *Inode) IsSymlink() bool { return i.Mode&unix.S_IFMT == unix.S_IFLNK }
 
-// Links returns how many names i has; for a directory, as Linux counts them.
+// Links returns the link count of i, as Linux counts it.
 func (i *Inode) Links() int64 {
 	if !i.IsDir() {
 		return i.links
@@ -115,11 +116,11 @@ func (t *Tree) Root() *Inode { return t.root }
 // Limits returns the limits t enforces.
 func (t *Tree) Limits() Limits { return t.limits }
 
-// Notes returns what was left out so far.
+// Notes returns the notes on what was left out.
 func (t *Tree) Notes() *Notes { return &t.notes }
 
-// BeginLayer starts the next layer. name is for LimitErrors and may be empty
-// for an input without layers.
+// BeginLayer starts the next layer. name is used in LimitErrors; it is empty for
+// an input without layers.
 func (t *Tree) BeginLayer(name string) error {
 	t.layer++
 	t.layerName = name
@@ -133,21 +134,21 @@ func (t *Tree) over(limit string, limitMax int64, entry string) error {
 	return kind.Wrap(kind.Exhausted, &LimitError{Limit: limit, Max: limitMax, Layer: t.layerName, Entry: entry})
 }
 
-// Refuse makes the error for an entry that no honest image holds. Like a
-// LimitError it leaves the layer to the caller.
+// Refuse returns the error for an invalid entry. Like a LimitError its text does
+// not name the layer; the caller adds that.
 func (t *Tree) Refuse(entry, format string, args ...any) error {
 	return kind.Errorf(kind.Invalid, "entry %.256q: %s", entry, fmt.Sprintf(format, args...))
 }
 
-// Clean turns the name of an archive's entry into the components of a path
-// below the root. A leading slash and "." are dropped; "..", NUL and what is
-// over a limit are refused. The root itself has no components.
+// Clean splits the name of an archive's entry into the components of a path below
+// the root. A leading slash and "." are dropped; ".." and NUL are refused, and so
+// is a name beyond a limit. The root itself has no components.
 func (t *Tree) Clean(name string) ([]string, error) {
 	if int64(len(name)) > t.limits.PathBytes {
 		return nil, t.over("PathBytes", t.limits.PathBytes, name)
 	}
 	if strings.ContainsRune(name, 0) {
-		return nil, t.Refuse(name, "a NUL in the name")
+		return nil, t.Refuse(name, "name contains a NUL byte")
 	}
 	var parts []string
 	for part := range strings.SplitSeq(name, "/") {
@@ -167,8 +168,8 @@ func (t *Tree) Clean(name string) ([]string, error) {
 	return parts, nil
 }
 
-// charge counts one more entry and its real path against the limits, for
-// whiteouts too: what is hidden again was still read.
+// charge counts one more entry and its real path against the limits. Whiteouts
+// count too, because they are read like other entries.
 func (t *Tree) charge(name string, pathLen int64) error {
 	if t.entries++; t.entries > t.limits.Entries {
 		return t.over("Entries", t.limits.Entries, name)
@@ -188,10 +189,10 @@ func (t *Tree) ChargeBytes(name string, n int64) error {
 	return nil
 }
 
-// dir walks to the directory that parts name and makes what is missing, or
-// returns nil for it when create is not set.
-// Symlinks on the way are followed inside the tree, where the root is its own
-// parent: layers made on a merged-/usr system name files through /lib.
+// dir returns the directory at the path parts. Missing directories are created if
+// create is set; otherwise it returns nil. Symlinks are followed inside the tree,
+// in which the root is its own parent: layers made on a system with a merged /usr
+// have entries below /lib, which is a symlink.
 func (t *Tree) dir(name string, parts []string, create bool) (*Inode, error) {
 	at, err := t.descend(name, parts, create)
 	if err != nil || at == nil {
@@ -200,14 +201,14 @@ func (t *Tree) dir(name string, parts []string, create bool) (*Inode, error) {
 	return at[len(at)-1], nil
 }
 
-// descend is dir that returns the directories from the root to the one named.
+// descend is dir, but returns all directories from the root to the last one.
 func (t *Tree) descend(name string, parts []string, create bool) ([]*Inode, error) {
 	at := []*Inode{t.root}
 	hops := 0
 	queue := slices.Clone(parts)
 	for steps := 0; len(queue) > 0; steps++ {
 		if steps > maxSteps {
-			return nil, t.Refuse(name, "more than %d components with those of its symlinks", maxSteps)
+			return nil, t.Refuse(name, "more than %d components, including those of symlinks", maxSteps)
 		}
 		part := queue[0]
 		queue = queue[1:]
@@ -255,10 +256,9 @@ func (t *Tree) descend(name string, parts []string, create bool) ([]*Inode, erro
 	return at, nil
 }
 
-// Put adds or replaces an entry. A directory put over a directory keeps its
-// children; everything else replaces what had the name, and is never written
-// through a symlink that had it. The metadata of a new file's missing parents
-// is root, 0755.
+// Put adds or replaces an entry. A directory that replaces a directory keeps its
+// children; anything else replaces the old entry, also if that is a symlink.
+// Missing parents are created with owner root and mode 0755.
 func (t *Tree) Put(name string, ino *Inode) error {
 	parts, err := t.Clean(name)
 	if err != nil {
@@ -293,9 +293,8 @@ func (t *Tree) Put(name string, ino *Inode) error {
 	return t.place(name, parent, base, &made)
 }
 
-// place gives ino the name base in parent, which nothing or something else
-// has. The real path is what counts against the limits: a symlink in name can
-// make it far longer.
+// place adds ino to parent under the name base and unlinks an old entry. The real
+// path counts against the limits, because a symlink in name can make it longer.
 func (t *Tree) place(name string, parent *Inode, base string, ino *Inode) error {
 	pathLen := parent.pathLen + 1 + int64(len(base))
 	if pathLen > t.limits.PathBytes {
@@ -326,7 +325,7 @@ func (t *Tree) check(name string, ino *Inode) error {
 	switch ino.Mode & unix.S_IFMT {
 	case unix.S_IFREG:
 		if ino.Size < 0 || (ino.Size > 0) != (ino.Content != nil) {
-			return t.Refuse(name, "a size of %d that does not match its content", ino.Size)
+			return t.Refuse(name, "size %d does not match its content", ino.Size)
 		}
 	case unix.S_IFDIR:
 	case unix.S_IFLNK:
@@ -337,7 +336,7 @@ func (t *Tree) check(name string, ino *Inode) error {
 			return t.Refuse(name, "a symlink to %.64q", ino.Target)
 		}
 	default:
-		return t.Refuse(name, "mode %#o is no file, directory or symlink", ino.Mode)
+		return t.Refuse(name, "mode %#o is not that of a file, directory or symlink", ino.Mode)
 	}
 	if t.meta += xattrs + int64(len(ino.Target)); t.meta > t.limits.MetaBytes {
 		return t.over("MetaBytes", t.limits.MetaBytes, name)
@@ -350,7 +349,7 @@ func (i *Inode) setMeta(from *Inode) {
 	i.Mtime, i.MtimeNsec, i.Xattrs = from.Mtime, from.MtimeNsec, from.Xattrs
 }
 
-// unlink takes one name away from everything at and below i.
+// unlink reduces the link count of i and everything below it by one.
 func (i *Inode) unlink() {
 	i.links--
 	for _, d := range i.children {
@@ -358,7 +357,7 @@ func (i *Inode) unlink() {
 	}
 }
 
-// Link gives the file or symlink called target a second name.
+// Link adds a hard link to the file or symlink target.
 func (t *Tree) Link(name, target string) error {
 	parts, err := t.Clean(name)
 	if err != nil {
@@ -376,7 +375,7 @@ func (t *Tree) Link(name, target string) error {
 		return err
 	}
 	if ino == nil || ino.IsDir() {
-		return t.Refuse(name, "a hard link to %.256q, which is no file of this image", target)
+		return t.Refuse(name, "hard link to %.256q, which is not a file of this image", target)
 	}
 	parent, err := t.dir(name, parts[:len(parts)-1], true)
 	if err != nil {
@@ -394,8 +393,8 @@ func (t *Tree) Link(name, target string) error {
 	return t.place(name, parent, base, ino)
 }
 
-// lookup finds what parts name, without following a symlink at the end. A
-// missing entry is nil.
+// lookup returns the entry at the path parts, or nil. It does not follow a symlink
+// in the last component.
 func (t *Tree) lookup(name string, parts []string) (*Inode, error) {
 	if len(parts) == 0 {
 		return t.root, nil
@@ -407,8 +406,8 @@ func (t *Tree) lookup(name string, parts []string) (*Inode, error) {
 	return parent.Child(parts[len(parts)-1]), nil
 }
 
-// Lookup returns the entry called name or nil. Symlinks are followed on the
-// way to it, not at the end.
+// Lookup returns the entry name or nil. It follows symlinks except in the last
+// component, like lstat(2).
 func (t *Tree) Lookup(name string) *Inode {
 	parts, err := t.Clean(name)
 	if err != nil {
@@ -421,7 +420,7 @@ func (t *Tree) Lookup(name string) *Inode {
 	return ino
 }
 
-// Stat is Lookup that follows a symlink at the end too.
+// Stat is Lookup that also follows a symlink in the last component, like stat(2).
 func (t *Tree) Stat(name string) *Inode {
 	parts, err := t.Clean(name)
 	if err != nil {
@@ -440,16 +439,16 @@ func (t *Tree) Stat(name string) *Inode {
 		if !strings.HasPrefix(target, "/") {
 			target = path.Join("/", path.Join(parts[:len(parts)-1]...), target)
 		}
-		// Clean refuses "..", which path.Clean has resolved by now; it goes
-		// wrong only for a parent that is itself a symlink, where dir decides.
+		// Clean refuses "..", so path.Clean resolves it first. The result is
+		// inexact only where a parent is itself a symlink.
 		if parts, err = t.Clean(path.Clean(target)); err != nil {
 			return nil
 		}
 	}
 }
 
-// Whiteout hides what lower layers have at name. What this layer itself puts
-// there stays, whichever comes first in it.
+// Whiteout removes what lower layers have at name. Entries of the current layer
+// stay, whatever their order.
 func (t *Tree) Whiteout(name string) error {
 	parts, err := t.Clean(name)
 	if err != nil {
@@ -473,7 +472,7 @@ func (t *Tree) Whiteout(name string) error {
 	return nil
 }
 
-// Opaque hides what lower layers have in directory name.
+// Opaque removes what lower layers have in directory name.
 func (t *Tree) Opaque(name string) error {
 	parts, err := t.Clean(name)
 	if err != nil {
@@ -490,8 +489,8 @@ func (t *Tree) Opaque(name string) error {
 	return nil
 }
 
-// prune removes what is older than this layer below d and reports whether d
-// has to stay.
+// prune removes the entries of lower layers below d and reports whether d itself
+// stays.
 func (t *Tree) prune(d *dirent) bool {
 	if d.ino.IsDir() {
 		t.pruneChildren(d.ino)
@@ -509,8 +508,7 @@ func (t *Tree) pruneChildren(dir *Inode) {
 	}
 }
 
-// Remove takes name and everything below it out of the tree. A missing entry
-// is no error.
+// Remove removes name and everything below it. A missing entry is no error.
 func (t *Tree) Remove(name string) error {
 	parts, err := t.Clean(name)
 	if err != nil {
@@ -531,16 +529,16 @@ func (t *Tree) Remove(name string) error {
 	return nil
 }
 
-// Protect makes the directory called name if need be, and gives it and every
-// directory on the way to it to root, writable by root alone.
+// Protect creates the directory name if necessary, and makes it and its parents
+// owned by root and writable by root only.
 func (t *Tree) Protect(name string) error {
 	parts, err := t.Clean(name)
 	if err != nil {
 		return err
 	}
 	for n := 0; n <= len(parts); n++ {
-		// Each step anew: a symlink may lead through directories that a later
-		// step is not in.
+		// Each prefix separately, because a symlink may lead through directories
+		// that are not on the path of a longer prefix.
 		at, err := t.descend(name, parts[:n], true)
 		if err != nil {
 			return err

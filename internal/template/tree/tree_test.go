@@ -148,7 +148,7 @@ func TestRefused(t *testing.T) {
 		{"below a file", []op{put("f", file("1")), put("f/g", file("2"))}, kind.Invalid, "not a directory"},
 		{"root as a file", []op{put("/", file("1"))}, kind.Invalid, "root"},
 		{"root whiteout", []op{whiteout("/")}, kind.Invalid, "root"},
-		{"device", []op{put("n", &Inode{Mode: unix.S_IFCHR | 0o666})}, kind.Invalid, "no file"},
+		{"device", []op{put("n", &Inode{Mode: unix.S_IFCHR | 0o666})}, kind.Invalid, "not that of a file"},
 		{"empty symlink", []op{put("s", symlink(""))}, kind.Invalid, "symlink"},
 		{"long symlink", []op{put("s", symlink(strings.Repeat("a/", 4000)))}, kind.Exhausted, "SymlinkBytes"},
 		{"link to nothing", []op{link("f", "nothing")}, kind.Invalid, "hard link"},
@@ -192,7 +192,7 @@ func TestLimits(t *testing.T) {
 		{"Links", Limits{Links: 3}, append([]op{put("f", file("x"))}, many(3, func(i int) op { return link(fmt.Sprint(i), "f") })...)},
 		{"MetaBytes", Limits{MetaBytes: 1000}, many(20, func(i int) op { return put(fmt.Sprintf("%0100d", i), file("x")) })},
 		{"MetaBytes", Limits{MetaBytes: 1000}, many(5, func(i int) op { return put(fmt.Sprint(i), symlink(strings.Repeat("t", 300))) })},
-		// A short name that a symlink makes long costs what it really is.
+		// A short name that leads through a symlink counts with its real length.
 		{"MetaBytes", Limits{MetaBytes: 3000}, append([]op{put(strings.Repeat("d/", 100), dir()), put("s", symlink(strings.Repeat("d/", 100)))},
 			many(100, func(i int) op { return put(fmt.Sprintf("s/%d", i), file("x")) })...)},
 		{"Bytes", Limits{Bytes: 100}, []op{func(t *Tree) error { return t.ChargeBytes("f", 101) }}},

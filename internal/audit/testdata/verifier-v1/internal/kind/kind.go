@@ -1,8 +1,11 @@
-// Package kind is the closed set of ways in which bivy can fail.
+// Package kind classifies errors by a closed set of kinds.
 //
-// Every error that crosses a package boundary either has a kind or is
-// internal. The edge (REST, CLI) maps kinds to statuses and exit codes once;
-// an error without a kind is shown as Internal and its text stays inside.
+//	return kind.Errorf(kind.NotFound, "template %s does not exist", name).
+//		WithHint("see bivy template ls")
+//
+// An error without a kind is Internal. The REST interface and the command line each
+// map kinds to HTTP statuses and exit codes in one place, and do not show callers the
+// text of an Internal error.
 package kind
 
 import (
@@ -10,19 +13,19 @@ import (
 	"fmt"
 )
 
-// Kind says what sort of failure an error is.
+// Kind is the class of an error.
 type Kind uint8
 
-// The kinds. A new one is a decision: every edge has a switch over them.
+// The kinds. A new kind has to be added to every switch that maps them.
 const (
-	Internal    Kind = iota // a fault of bivy or its host; the text is not for callers
-	Invalid                 // the request is wrong and will stay wrong
+	Internal    Kind = iota // a fault of bivy or its host; callers do not see the text
+	Invalid                 // the request is wrong and fails again when repeated
 	NotFound                // the named thing does not exist
-	Conflict                // the thing exists but is in a state that forbids this
+	Conflict                // the thing exists in a state that does not allow this
 	Denied                  // the caller is known and may not do this
 	Unauthentic             // the caller is not known
 	Exhausted               // a limit or a resource is used up
-	Unavailable             // it may work later: starting, stopping, cut off
+	Unavailable             // it may work later: starting, stopping, connection lost
 )
 
 // String returns the stable machine code used in API errors.
@@ -48,7 +51,7 @@ func (k Kind) String() string {
 	return "internal"
 }
 
-// Error is an error with a kind and, optionally, what to do next.
+// Error is an error with a kind and, optionally, a field and a hint.
 type Error struct {
 	Kind  Kind
 	Field string // the input at fault, e.g. "resources.memory_mib"; may be empty
@@ -79,10 +82,10 @@ func Wrap(k Kind, err error) error {
 	return &Error{Kind: k, err: err}
 }
 
-// WithField names the input at fault and returns e.
+// WithField sets the field and returns e.
 func (e *Error) WithField(field string) *Error { e.Field = field; return e }
 
-// WithHint says what to do next and returns e.
+// WithHint sets the hint and returns e.
 func (e *Error) WithHint(format string, args ...any) *Error {
 	e.Hint = fmt.Sprintf(format, args...)
 	return e

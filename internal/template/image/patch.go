@@ -12,14 +12,14 @@ import (
 	"bivy/internal/template/tree"
 )
 
-// The parts of the EROFS format that settle reads and writes, from the
+// The parts of the EROFS format that patch reads and writes, from the
 // kernel's Documentation/filesystems/erofs.rst and fs/erofs/erofs_fs.h.
 const (
 	superOffset = 1024
 	superMagic  = 0xe0f5e1e2
 	superSize   = 128
 
-	inodeSlot     = 32 // inode numbers count in these
+	inodeSlot     = 32 // bytes; an inode number counts slots
 	inodeExtended = 1  // bit 0 of the format: 64 bytes instead of 32
 
 	layoutPlain  = 0
@@ -28,12 +28,12 @@ const (
 	direntSize = 12
 )
 
-// settler puts right what plan could not show, and on the way checks that
-// nothing is in the image that gVisor refuses.
-type settler struct {
+// patcher corrects in the image what sourceFS could not express, and checks that the
+// image has nothing that gVisor does not support.
+type patcher struct {
 	file    *os.File
 	size    int64
-	plan    *planned
+	plan    *sourceFS
 	meta    int64                  // where inode numbers count from
 	numbers map[*tree.Inode]uint64 // inode numbers of files with several names
 	pending []alias
@@ -44,14 +44,14 @@ type alias struct {
 	ino *tree.Inode
 }
 
-func settle(f *os.File, p *planned) error {
+func patch(f *os.File, p *sourceFS) error {
 	fi, err := f.Stat()
 	if err != nil {
 		return err
 	}
-	s := &settler{file: f, size: fi.Size(), plan: p, numbers: map[*tree.Inode]uint64{}}
+	s := &patcher{file: f, size: fi.Size(), plan: p, numbers: map[*tree.Inode]uint64{}}
 	if s.size%BlockSize != 0 {
-		return fmt.Errorf("%d bytes are no whole number of blocks", s.size)
+		return fmt.Errorf("size of %d bytes is not a multiple of the block size", s.size)
 	}
 	sb, err := s.read(superOffset, superSize)
 	if err != nil {
@@ -60,7 +60,7 @@ func settle(f *os.File, p *planned) error {
 	le := binary.LittleEndian
 	checksum, compat, incompat := le.Uint32(sb[4:]), le.Uint32(sb[8:]), le.Uint32(sb[80:])
 	if le.Uint32(sb) != superMagic || sb[12] != 12 || incompat != 0 || compat != 0 || checksum != 0 {
-		return fmt.Errorf("superblock: magic %#x, block bits %d, features %#x and %#x, checksum %#x are not what gVisor mounts",
+		return fmt.Errorf("superblock: magic %#x, block bits %d, features %#x and %#x, checksum %#x are not supported by gVisor",
 			le.Uint32(sb), sb[12], compat, incompat, checksum)
 	}
 	s.meta = int64(le.Uint32(sb[40:])) * BlockSize
@@ -70,7 +70,7 @@ func settle(f *os.File, p *planned) error {
 	for _, a := range s.pending {
 		number, ok := s.numbers[a.ino]
 		if !ok {
-			return fmt.Errorf("a file with several names has no first one")
+			return fmt.Errorf("the first name of a hard-linked file is missing")
 		}
 		if _, err := s.file.WriteAt(le.AppendUint64(nil, number), a.at); err != nil {
 			return err
@@ -79,7 +79,7 @@ func settle(f *os.File, p *planned) error {
 	return nil
 }
 
-func (s *settler) read(off, n int64) ([]byte, error) {
+func (s *patcher) read(off, n int64) ([]byte, error) {
 	if off < 0 || n < 0 || off+n > s.size {
 		return nil, fmt.Errorf("%d bytes at %d are outside the image", n, off)
 	}
@@ -90,7 +90,7 @@ func (s *settler) read(off, n int64) ([]byte, error) {
 	return b, nil
 }
 
-// inode is what settle needs of one.
+// inode holds the fields of an inode that patch needs.
 type inode struct {
 	at     int64 // where it is
 	end    int64 // where inline data would begin
@@ -100,7 +100,7 @@ type inode struct {
 	block  int64
 }
 
-func (s *settler) inode(number uint64) (inode, error) {
+func (s *patcher) inode(number uint64) (inode, error) {
 	at := s.meta + int64(number)*inodeSlot
 	b, err := s.read(at, inodeSlot)
 	if err != nil {
@@ -120,8 +120,8 @@ func (s *settler) inode(number uint64) (inode, error) {
 	return i, nil
 }
 
-// directory settles everything in the directory with the given inode number.
-func (s *settler) directory(name string, number uint64, dir *tree.Inode) error {
+// directory patches everything below the directory with the given inode number.
+func (s *patcher) directory(name string, number uint64, dir *tree.Inode) error {
 	i, err := s.inode(number)
 	if err != nil {
 		return err
@@ -143,13 +143,13 @@ func (s *settler) directory(name string, number uint64, dir *tree.Inode) error {
 		seen += n
 	}
 	if want := len(dir.Names()); seen != want {
-		return fmt.Errorf("%s/: %d entries instead of %d", name, seen, want)
+		return fmt.Errorf("%s/: %d entries, want %d", name, seen, want)
 	}
 	return nil
 }
 
-// block settles the entries of one block of a directory and counts them.
-func (s *settler) block(dirName string, at, size int64, dir *tree.Inode) (int, error) {
+// block patches the entries of one block of a directory and counts them.
+func (s *patcher) block(dirName string, at, size int64, dir *tree.Inode) (int, error) {
 	b, err := s.read(at, size)
 	if err != nil {
 		return 0, err
@@ -178,7 +178,7 @@ func (s *settler) block(dirName string, at, size int64, dir *tree.Inode) (int, e
 		}
 		ino := dir.Child(base)
 		if ino == nil {
-			return 0, fmt.Errorf("%s/%s: nothing of that name was written", dirName, base)
+			return 0, fmt.Errorf("%s/%s: unexpected entry", dirName, base)
 		}
 		if err := s.entry(dirName+"/"+base, le.Uint64(e), at+int64(n*direntSize), ino); err != nil {
 			return 0, err
@@ -188,10 +188,10 @@ func (s *settler) block(dirName string, at, size int64, dir *tree.Inode) (int, e
 	return seen, nil
 }
 
-func (s *settler) entry(name string, number uint64, direntAt int64, ino *tree.Inode) error {
+func (s *patcher) entry(name string, number uint64, direntAt int64, ino *tree.Inode) error {
 	if s.plan.alias(name, ino) {
 		s.pending = append(s.pending, alias{direntAt, ino})
-		// The entry's type must be the first name's, not that of the empty file.
+		// The entry must have the type of the file, not of the empty file.
 		if ino.IsSymlink() {
 			if _, err := s.file.WriteAt([]byte{fileTypeSymlink}, direntAt+10); err != nil {
 				return err
@@ -207,7 +207,7 @@ func (s *settler) entry(name string, number uint64, direntAt int64, ino *tree.In
 		return fmt.Errorf("%s: %w", name, err)
 	}
 	if i.mode != ino.Mode&0xffff {
-		return fmt.Errorf("%s: mode %#o instead of %#o", name, i.mode, ino.Mode)
+		return fmt.Errorf("%s: mode %#o, want %#o", name, i.mode, ino.Mode)
 	}
 	switch ino.Mode & unix.S_IFMT {
 	case unix.S_IFDIR:
@@ -220,19 +220,19 @@ func (s *settler) entry(name string, number uint64, direntAt int64, ino *tree.In
 
 const fileTypeSymlink = 7
 
-// regular gives a short file its real size back.
-func (s *settler) regular(name string, i inode, ino *tree.Inode) error {
+// regular writes the real size of a short file into its inode.
+func (s *patcher) regular(name string, i inode, ino *tree.Inode) error {
 	if i.layout != layoutPlain {
 		return fmt.Errorf("%s: file layout %d cannot be mapped", name, i.layout)
 	}
 	if ino.Size >= BlockSize || ino.Size == 0 {
 		if i.size != ino.Size {
-			return fmt.Errorf("%s: %d bytes instead of %d", name, i.size, ino.Size)
+			return fmt.Errorf("%s: %d bytes, want %d", name, i.size, ino.Size)
 		}
 		return nil
 	}
 	if i.size != BlockSize {
-		return fmt.Errorf("%s: %d bytes instead of a block", name, i.size)
+		return fmt.Errorf("%s: %d bytes, want one block", name, i.size)
 	}
 	_, err := s.file.WriteAt(binary.LittleEndian.AppendUint32(nil, uint32(ino.Size)), i.at+8)
 	return err
